@@ -159,7 +159,7 @@ class GlooBackend(HostBackend):
         try:
             return exchange_sizes(call, context.rank, context.ranks, context.name, execute)
         except CollectiveMismatchError as e:
-            state.mismatch(-1, 0, str(e))
+            state.fail_mismatch(-1, 0, str(e))
 
     def links(self) -> str:
         return "" if self._connections is None else self._connections.links()

@@ -88,7 +88,7 @@ class MPIBackend(HostBackend):
     def set_companion(self, backend: HostBackend) -> None:
         assert self.communicator is not None
         self._large_host_arrays = LargeHostArrays(self.communicator, backend)
-        self.state.listeners.append(backend.abort)
+        self.state.add_listener(backend.abort)
 
     def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
         return self._symmetric_backend("symmetric_empty").allocate(execute, shape, dtype)

@@ -76,13 +76,14 @@ class CallAgreement:
 
     Attributes:
         room: bytes of an array that the agreement carries; equal on all ranks.
+        pending: True while an agreement is in progress.
     """
 
     def __init__(self, group: GroupCommunicator, tag: int) -> None:
         self._group = group
         self._size = group.size
         self._mpi = group.mpi
-        self._pending = False
+        self.pending = False
         mpi, comm = self._mpi.MPI, group.comm
         self._compares_all = self._size <= _COMPARE_ALL_LIMIT
         self._stride = stride = min(_LARGEST_CONTRIBUTION, _MOST_GATHERED // self._size & ~7)
@@ -128,7 +129,7 @@ class CallAgreement:
         """
         seq, signature = call.seq, call.signature
         _PACK(self._header, 0, seq, signature, value)
-        self._pending = True
+        self.pending = True
         if self._is_fast:
             messages = self._start()
             test = messages.Test
@@ -141,7 +142,7 @@ class CallAgreement:
             if not self._compares_all:
                 _PACK(self._header, _HEADER.size, ~seq, ~signature, ~value)
             self._group.complete(self._start, ())
-        self._pending = False
+        self.pending = False
         if self._compares_all:
             equal = self._headers == self._own_headers  # compared without creating Python objects
         else:
@@ -179,7 +180,7 @@ class CallAgreement:
         Ranks differ by at most one agreement, because an agreement starts only after the last has completed. Returns
         True if no agreement is pending.
         """
-        if not self._pending:
+        if not self.pending:
             request = self._mpi.call(self._start)
         elif self._messages is not None:
             request = self._messages

@@ -140,7 +140,7 @@ class GroupCommunicator:
         """Raise the error of calls that differ: rank 0 writes it, the other ranks wait for it."""
         if self.state.error is None:
             self.await_agreed_error(self.rank == 0)
-        self.state.mismatch(peer, seq, reason)
+        self.state.fail_mismatch(peer, seq, reason)
 
     def await_agreed_error(self, writes: bool) -> None:
         """Unless this rank ``writes`` the error, wait up to 3 s for the rank that does, and raise its error."""
@@ -286,14 +286,16 @@ class GroupCommunicator:
         control = self.context.job.control
         assert control is not None
         reason = control.departed[self.context.ranks[peer]]
-        if self.state.call is not None:
-            return self.state.lost_error(peer, reason)
+        call = self.state.call  # read once: another thread may end it
+        if call is not None:
+            return operation_errors.rank_lost_error(self.context, call, peer, reason)
         rank = self.context.ranks[peer]
         return RankLostError(f"{self._activity}: {reason}", group=self.context.name, rank=rank)
 
     def _timed_out(self) -> DistError:
-        if self.state.call is not None:
-            return operation_errors.timeout_error(self.context, self.state.call)
+        call = self.state.call
+        if call is not None:
+            return operation_errors.timeout_error(self.context, call)
         return OperationTimeoutError(
             f"{self._activity} of ranks {list(self.context.ranks)}: not all ranks have entered it after"
             f" {self._creation_timeout:g} s",
@@ -312,7 +314,7 @@ class GroupCommunicator:
         self._closed = True
         agreement = self.agreement
         can_call = not stuck_in_mpi and self.mpi.callable
-        if not can_call or (failed and not agreement.complete_pending()):
+        if not can_call or ((failed or agreement.pending) and not agreement.complete_pending()):
             self.mpi.abandoned.append((self.comm, *agreement.memory))
             return
         agreement.free()

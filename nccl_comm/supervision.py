@@ -53,7 +53,7 @@ class Supervision:
         self._lock = lock
         self._resources: GroupResources | None = None
         self._aborted = threading.Event()  # set when a failed group has been stopped, or cannot fail any more
-        state.listeners.append(self._start_abort)
+        state.add_listener(self._start_abort)
         self._abandoned: list[
             tuple[Call, ...]
         ] = []  # calls that NCCL could not stop: their arrays stay alive

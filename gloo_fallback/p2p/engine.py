@@ -29,7 +29,6 @@ from unicoll.backend.group_state import GroupState
 from unicoll.backend.message_matcher import MessageMatcher
 from unicoll.backend.ops import PROBE
 from unicoll.backend.work import HostCompletion
-from unicoll.errors import DistError
 from unicoll.net.channel import Connection
 from unicoll.net.control.wait_graph import MessageState
 from unicoll.net.records import TamperedError
@@ -80,7 +79,6 @@ class P2PEngine:
         self._closed = False
         self._turn = 0  # the connection that the next receive from any source polls first
         endpoint.listen(context.name, self.add_connection)
-        state.listeners.append(self._fail_all)
 
     # --- the operations ---------------------------------------------------------------------------------------------
 
@@ -312,7 +310,10 @@ class P2PEngine:
         return True
 
     def check_deadlines(self, now: float) -> None:
-        """Check deadlines and lost ranks; called every 0.1 s."""
+        """Check the group's error, deadlines and lost ranks; called every 0.1 s."""
+        if self.state.error is not None:
+            self.abort()
+            return
         control = self.context.job.control
         departed = control.departed if control is not None else {}
         died = operation_errors.first_dead_member(self.context)
@@ -484,8 +485,10 @@ class P2PEngine:
                     queue.remove(pending)
             return False
 
-    def _fail_all(self, error: DistError) -> None:
+    def abort(self) -> None:
         """Make all pending operations raise the error with which the group has ended."""
+        error = self.state.error
+        assert error is not None
         with self.lock:
             for pending in (*self._matcher.cancel_all(), *self._connector.queue):
                 self._ended.append((pending, error))
@@ -534,8 +537,7 @@ class P2PEngine:
         """Make all pending operations raise, and close the connections."""
         with self.lock:
             self._closed = True  # a connection that arrives from now on would not be ended
-        assert self.state.error is not None
-        self._fail_all(self.state.error)
+        self.abort()
         self._progress.close()
 
     def _unsent(self) -> bool:

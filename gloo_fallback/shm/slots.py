@@ -109,11 +109,11 @@ class Slots:
         lock = threading.Lock()
         lock.acquire()
         self._release, self._acquire = lock.release, lock.acquire
-        state.listeners.append(self._wake_sleepers)
+        state.add_listener(self._wake_sleepers)
 
     def close(self) -> None:
         """Release the memory."""
-        self.state.listeners.remove(self._wake_sleepers)
+        self.state.remove_listener(self._wake_sleepers)
         self._views.clear()
         self.plans.clear()
         self._slots = np.zeros((2, self.size, 0), np.uint8)
@@ -182,7 +182,7 @@ class Slots:
             if flags[other] < step:
                 self._wait(other, step)
             if call is not None and (flags[other + place] != signature or flags[other + place + 1] != seq):
-                self.state.mismatch(self.members[other // _WORDS], flags[other + place + 1])
+                self.state.fail_mismatch(self.members[other // _WORDS], flags[other + place + 1])
 
     def publish_value(self, value: int) -> None:
         """Store a number that the other ranks can read after the next step."""
@@ -303,7 +303,7 @@ class SemaphoreSlots(Slots):
             if call is not None:
                 offset = rank * _WORDS + place
                 if flags[offset] != signature or flags[offset + 1] != seq:
-                    self.state.mismatch(self.members[rank], flags[offset + 1])
+                    self.state.fail_mismatch(self.members[rank], flags[offset + 1])
 
     def _wait_for_post(self, rank: int, semaphore: int) -> None:
         """Wait for a semaphore that is not posted yet: poll, then yield, then sleep."""

@@ -53,7 +53,7 @@ class GroupConnections(Connections):
         self._names: list[tuple[int, Connection, str]] = []
         self._pollers: dict[tuple[int, int], select.poll] = {}
         self._shutting_down = threading.Lock()
-        state.listeners.append(self.shut_down)
+        state.add_listener(self.shut_down)
 
     # --- bytes ----------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class GroupConnections(Connections):
             self.state.fail(
                 DistNetworkError(f"{context.who(peer)} sent an invalid header", group=context.name)
             )
-        self.state.mismatch(peer, seq)
+        self.state.fail_mismatch(peer, seq)
 
     def links(self) -> str:
         """The connections on which the other host acknowledges nothing, and addresses that do not answer."""

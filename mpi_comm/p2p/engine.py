@@ -51,7 +51,6 @@ class MPIP2PEngine:
         self._closed = False
         self._checked_at = 0.0
         self._departed_at: dict[int, float] = {}
-        self._state.listeners.append(self._fail_all)
 
     # --- the operations ------------------------------------------------------------------------------------------
 
@@ -207,19 +206,20 @@ class MPIP2PEngine:
     def _failed(self, cause: BaseException) -> None:
         """Fail the group: MPI does not say which message failed."""
         peer, name = self._communicator.await_departure_notice(), self._context.name
-        if peer is None:
-            error: DistError = DistBackendError(
-                f"MPI failed in a message of group {name!r}: {cause}", group=name
-            )
-        else:
-            error = self._communicator.lost_error(peer)
+        error: DistError = DistBackendError(f"MPI failed in a message of group {name!r}: {cause}", group=name)
+        if peer is not None:
             for request in self._matcher.pending_requests():
-                request.completion.finish(self._lost(request.call, self._context.ranks[peer]))
-        self._matcher.abandoned = True
-        self._state.abort(error)
+                error = self._lost(request.call, self._context.ranks[peer])
+                request.completion.finish(error)
+        self._matcher.failed = True
+        self._state.announce(error)
+        self.abort()
 
     def _check_state(self, now: float) -> None:
-        """Check deadlines and departed peers."""
+        """Check the group's error, deadlines and departed peers."""
+        if self._state.error is not None:
+            self.abort()
+            return
         requests = self._matcher.pending_requests()
         died = operation_errors.first_dead_member(self._context)
         for request in requests:
@@ -279,8 +279,10 @@ class MPIP2PEngine:
         """True if callbacks are attached to messages in flight."""
         return any(request.completion._callbacks for request in self._matcher.pending_requests())
 
-    def _fail_all(self, error: DistError) -> None:
-        """Make all pending operations raise ``error``."""
+    def abort(self) -> None:
+        """Make all pending operations raise the error with which the group has ended."""
+        error = self._state.error
+        assert error is not None
         for request in self._matcher.abandon_all():
             request.completion.finish(error)
 
@@ -289,12 +291,11 @@ class MPIP2PEngine:
         deadline, matcher = time.monotonic() + timeout, self._matcher
         while time.monotonic() < deadline and matcher.sending() and self._state.error is None:
             time.sleep(0.001)
-        return not (matcher.sending() or matcher.receiving() or matcher.abandoned)
+        return matcher.idle
 
     def close(self) -> None:
         """Make all pending operations raise, and end the thread."""
-        assert self._state.error is not None
-        self._fail_all(self._state.error)
+        self.abort()
         self._closed = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -48,7 +48,7 @@ class RequestMatcher:
 
     Attributes:
         sent: for each member a counter of the messages to it, which every send advances.
-        abandoned: True once MPI keeps a request that was given up, or has failed.
+        failed: True once a call of MPI has failed.
     """
 
     def __init__(self, context: Context, group: GroupCommunicator) -> None:
@@ -74,7 +74,8 @@ class RequestMatcher:
         self._header_receive: Any = None  # of a message that a probe has found
         self._header_peer = -1
         self._status = group.mpi.MPI.Status()
-        self.abandoned = False
+        self.failed = False
+        self._abandoned = False  # True once MPI keeps a request that was given up
         self._device: DeviceMemory | None = None  # of the last message in device memory
 
     def start(self, request: PendingRequest) -> None:
@@ -280,6 +281,13 @@ class RequestMatcher:
         """True if payloads are being received: MPI then needs frequent progress calls."""
         return bool(self._incoming)
 
+    @property
+    def idle(self) -> bool:
+        """True if MPI has no request of this group."""
+        with self._lock:
+            requests = self._sending or self._given_up or self._incoming or self._header_receive is not None
+            return not (requests or self._abandoned or self.failed)
+
     def add_send(self, request: PendingRequest) -> None:
         """Add a send that has been started and is not complete."""
         with self._lock:
@@ -301,7 +309,7 @@ class RequestMatcher:
             requests = self.pending_requests()
             self._matcher.cancel_all()
             if self._sending or self._given_up or self._incoming or self._header_receive is not None:
-                self.abandoned = True
+                self._abandoned = True
             for request in (*self._sending, *self._given_up):
                 self._mpi.abandoned.append((request.mpi_requests, request.view))
             for message in self._incoming:

@@ -712,7 +712,8 @@ def test_a_send_that_another_thread_aborts_raises_the_error_of_the_group() -> No
     if me() == 1:
         dist.barrier()
         return
-    messages = engine(group)
+    backend: Any = group._backends.for_device("cpu")
+    messages = backend._p2p
     connection, find = messages._connections[1], messages.connection_to
 
     def find_before_the_abort(peer: int) -> Any:
@@ -721,7 +722,7 @@ def test_a_send_that_another_thread_aborts_raises_the_error_of_the_group() -> No
         if found is not None:
             assert found.sender.blocked
             error = dist.GroupAbortedError("aborted while rank 1 receives nothing", rank=1)
-            aborting = threading.Thread(target=messages.state.abort, args=(error,))
+            aborting = threading.Thread(target=backend.abort, args=(error,))
             aborting.start()
             aborting.join()
             assert connection.closed
@@ -732,6 +733,27 @@ def test_a_send_that_another_thread_aborts_raises_the_error_of_the_group() -> No
     with pytest.raises(dist.GroupAbortedError) as raised:
         dist.send(np.zeros(64 << 20, np.uint8), 1, group=group, timeout=60.0)
     assert raised.value.rank == 1
+    dist.barrier()
+
+
+@on_ranks(2, env={})
+def test_a_collective_that_fails_runs_no_callbacks_of_messages() -> None:
+    """A callback that makes a call of the group would wait for the failing one, which runs it."""
+    group = must(dist.new_group())
+    if me() == 0:
+        failures: Any = group.job.control._failures  # type: ignore[union-attr]
+        key = group.group_name, "gloo"
+        end_messages, returned = failures._callbacks[key], threading.Event()
+        failures._callbacks[key] = lambda error: returned.wait(60) and end_messages(error)
+        found: list[Any] = []
+        receive = must(dist.irecv(np.zeros(1), 1, group=group))
+        receive.add_done_callback(lambda: found.append(failure_of(lambda: dist.barrier(group=group))))
+        failure = failure_of(lambda: dist.all_reduce(np.zeros(1), group=group, timeout=0.5))
+        assert not found
+        returned.set()
+        await_true(lambda: found)
+        assert failure is not None
+        assert [one.message for one in found] == [failure.message]
     dist.barrier()
 
 

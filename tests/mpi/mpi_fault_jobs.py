@@ -148,5 +148,5 @@ def watchdog_fails(where: str) -> list[Failure | None]:
         assert communicator is not None
         setattr(watchdog, where, _injected)
         communicator.in_mpi_since = time.monotonic() - 10
-        await_true(lambda: communicator.error)
+        await_true(lambda: communicator.state.error)
     return [failure_of(dist.barrier)]

@@ -101,7 +101,7 @@ def not_grown() -> list[str]:
         ]
         said = [error_of(attempt) for attempt in attempts]
         # the next call reads the same record again
-        world.current("test").job.store.add("grow/2/received", -1)
+        world.current("test").store.add("grow/2/received", -1)
         made = dist.grow_group([2], small)
     dist.destroy_process_group(made)
     return said

@@ -217,7 +217,7 @@ def dropped_at_different_times() -> list[int]:
     found.append(_known()[0])
     del third
     dist.barrier()
-    found.append(sum("/window/" in key for key in world.current("test").job.store.list_keys()))
+    found.append(sum("/window/" in key for key in world.current("test").store.list_keys()))
     dist.barrier()
     dist.destroy_process_group(group)
     return found

@@ -51,8 +51,8 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         _visits[line] = _visits.get(line, 0) + 1
         if _visits[line] <= skip:
             return
-    job.named["breakpoint"] += 1
-    store, key = PrefixStore("breakpoint", job.store), str(job.named["breakpoint"])
+    job.named["breakpoint()"] += 1
+    store, key = PrefixStore("breakpoint", job.store), str(job.named["breakpoint()"])
     terminal = None
     if job.rank == rank:
         try:

@@ -94,8 +94,8 @@ def new_group(
         job.named[digest] += 1
         name = f"local-{digest}-{job.named[digest]}"
     else:
-        job.named["group"] += 1
-        name = f"group-{job.named['group']}"
+        job.named["new_group()"] += 1
+        name = f"group-{job.named['new_group()']}"
     seconds = world.seconds(timeout, job.default.timeout)
     choices = _choices(job, backend, job.default)
     parent = None if use_local_synchronization else job.default

@@ -35,7 +35,12 @@ _OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
 _IDLE = {("threading", "_shutdown"), ("concurrent.futures.thread", "_worker")}
 """Innermost functions, with their modules, of threads that only another thread can wake."""
-_FAILURES = (GroupState.announce.__code__, mismatch_error.__code__, timeout_error.__code__)
+_FAILURES = (
+    GroupState.announce.__code__,
+    HostBackend.fail.__code__,
+    mismatch_error.__code__,
+    timeout_error.__code__,
+)
 _FAILURE_MODULES = ("unicoll.net.control.group_failures", "unicoll.net.control.departures")
 """What a thread is in, for a second or two at most, while a failed call ends; other ranks may have ended it before."""
 _MOST_SENDERS = 128

@@ -97,6 +97,9 @@ class BlockingP2P:
         """True if messages are in flight, which may have callbacks."""
         return bool(self._waiting)
 
+    def abort(self) -> None:
+        """Nothing to do: the function raises."""
+
     def drain(self, timeout: float) -> bool:
         """Wait for the sends, up to ``timeout`` seconds; returns True if nothing is left."""
         deadline = time.monotonic() + timeout

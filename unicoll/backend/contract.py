@@ -104,11 +104,13 @@ class Job:
         choices: the backends of the default group.
         notes: what was chosen, from which source and why; one line each.
         groups: the open groups, in the order in which they were created.
-        default: the default group; None until it is made, and in jobs without one.
+        default: the default group; None until it is made, and in a job that the torch plug-in has joined for a group
+            that is not the default one.
         function_view: the default group's view for public functions.
-        named: how often each name of a group was used, for numbering; equal on all ranks.
+        named: how often each name of a group was used on this rank, for numbering.
         hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.call_hooks`).
-        error: what has ended the program without leaving the job, an exception or SystemExit; None before.
+        error: the exception or SystemExit because of which this process leaves the job; None before, and if the
+            program goes on.
         cleanup: what is closed when this process leaves the job.
     """
 

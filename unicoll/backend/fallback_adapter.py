@@ -20,7 +20,7 @@ def with_fallbacks(backend: Backend, context: Context) -> Backend:
     """The backend of a group, with all the operations that fallbacks can add to it."""
     if isinstance(backend, HostBackend) or available(backend.caps) == backend.caps.native:
         return backend
-    adapter = FallbackAdapter(backend, context)
+    adapter = _FallbackAdapter(backend, context)
     adapter.watch()
     return adapter
 
@@ -43,15 +43,18 @@ class _Messages:
     def iprobe(self, call: Call) -> bool:
         return self._inner.iprobe(call)
 
+    def abort(self) -> None:
+        """The adapter aborts the backend itself."""
+
     def drain(self, timeout: float) -> bool:
-        """The backend does that when the adapter closes it."""
+        """The backend waits for its sends when it is closed."""
         return True
 
     def close(self) -> None:
         """The adapter closes the backend itself."""
 
 
-class FallbackAdapter(HostBackend):
+class _FallbackAdapter(HostBackend):
     """Puts the collectives of another backend, and the fallbacks, in one order."""
 
     stages = False
@@ -62,7 +65,7 @@ class FallbackAdapter(HostBackend):
         self.compares = inner.compares or inner.caps.native.isdisjoint(("gather", "scatter"))  # type: ignore[misc]
         self._inner = inner
         super().__init__(context, _Messages(inner))
-        self.state.listeners.append(inner.abort)
+        self.state.add_listener(inner.abort)
 
     def execute(self, call: Call) -> None:
         self.state.call = call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from unicoll.backend import operation_errors
@@ -31,11 +32,11 @@ class GroupState:
     Attributes:
         context: the group.
         error: the error that has ended the group, or None while it can be used.
-        closed: True once the group is being destroyed.
-        listeners: called with the error when the group fails, on the thread that learns of it: they wake what waits.
+        closed: True once the group has been destroyed.
         call: the collective in progress, or None.
         last: the collective before that one, or None.
-        deadline: of the collective in progress, on the clock of ``time.monotonic``; 0 until it first waits.
+        deadline: of the collective in progress, or of the creation of MPI's communicator, on the clock of
+            ``time.monotonic``; 0 until it first waits.
         links: see :func:`unicoll.backend.operation_errors.report`.
     """
 
@@ -43,28 +44,50 @@ class GroupState:
         self.context = context
         self.error: DistError | None = None
         self.closed = False
-        self.listeners: list[Callable[[DistError], None]] = []
         self.call: Call | None = None
         self.last: EndedCall | None = None
         self.deadline = 0.0
         self.links: Callable[[], str] = lambda: ""
+        self._listeners: list[Callable[[DistError], None]] = []
         self._lock = threading.Lock()
 
     # --- failure -----------------------------------------------------------------------------------------------------
 
+    def add_listener(self, listener: Callable[[DistError], None]) -> None:
+        """Call a function with the error when the group fails; at once if it has failed. :meth:`close` is no failure.
+
+        It is called on the thread that learns of the failure, maybe within a call of the group. It wakes what waits,
+        and must not run functions of the user.
+        """
+        with self._lock:
+            self._listeners.append(listener)
+            failure = None if self.closed else self.error
+        if failure is not None:
+            listener(failure)
+
+    def remove_listener(self, listener: Callable[[DistError], None]) -> None:
+        """Do not call a function any more."""
+        with self._lock, suppress(ValueError):
+            self._listeners.remove(listener)
+
     def check(self) -> None:
         """Raise the error that has ended the group, if there is one."""
         if self.error is not None:
-            raise self.error.with_traceback(None) from None
+            raise self.error.with_traceback(None) from self.error.__cause__
 
     def abort(self, error: Exception) -> None:
-        """Make the calls in progress and all later ones raise ``error`` on this rank; any thread, idempotent."""
+        """Make the calls in progress and all later ones raise ``error`` on this rank; any thread.
+
+        Does nothing if the group has failed or is closed; the listeners may then still be running on another thread.
+        """
         with self._lock:
             if self.error is not None:
                 return
             self.error = failure = operation_errors.group_aborted_error(self.context, error)
-        for listener in [*self.listeners]:
-            listener(failure)
+            listeners = [*self._listeners]
+        with ExitStack() as stack:  # an error in one does not keep the others from being called
+            for listener in reversed(listeners):
+                stack.callback(listener, failure)
 
     def announce(self, error: DistError) -> None:
         """Fail the group on all ranks, with ``error`` or the one of another rank that came first."""
@@ -75,13 +98,14 @@ class GroupState:
         """:meth:`announce`, and raise the error that all ranks raise."""
         self.announce(error)
         assert self.error is not None
-        raise self.error.with_traceback(None) from None
+        raise self.error.with_traceback(None) from self.error.__cause__
 
     def fail_peer(self, peer: int, reason: str) -> NoReturn:
         """Fail the group because a member cannot be reached.
 
-        The error is the one that the group has, or has got elsewhere; else it names the member whose end is the cause;
-        else it says ``reason``.
+        Raises:
+            DistError: the group's error, if it has one or another rank has announced one.
+            RankLostError: else: of the member that ended first, if one has ended; else for ``reason``.
         """
         context, control = self.context, self.context.job.control
         if control is not None:
@@ -99,7 +123,7 @@ class GroupState:
         assert self.call is not None
         return operation_errors.rank_lost_error(self.context, self.call, peer, reason)
 
-    def mismatch(self, peer: int, seq: int, reason: str = "") -> NoReturn:
+    def fail_mismatch(self, peer: int, seq: int, reason: str = "") -> NoReturn:
         """Fail the group because member ``peer`` is in another call, with sequence number ``seq``."""
         self.check()
         assert self.call is not None
@@ -132,7 +156,10 @@ class GroupState:
             self.fail(operation_errors.timeout_error(self.context, call, self.links))
 
     def check_deadline(self) -> None:
-        """:meth:`tick` while a message moves in parts: a slow connection may never be idle for a tick."""
+        """Fail the group if the deadline has passed; called after each part of a message.
+
+        A slow connection may never be idle for a tick.
+        """
         now = time.monotonic()
         if now < self.deadline:
             return

@@ -54,18 +54,21 @@ class MessageEngine(Protocol):
     def iprobe(self, call: Call) -> bool:
         """True if a message that a probe matches has come; never blocks. Only of backends with ``probe``."""
 
+    def abort(self) -> None:
+        """Make every pending call raise the error with which the group has ended; any thread."""
+
     def drain(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for pending sends; True if nothing is left in flight."""
 
     def close(self) -> None:
-        """Make every pending call raise the group's error, and release everything."""
+        """:meth:`abort`, and release everything."""
 
 
 class HostBackend(Backend):
     """A backend of arrays in host memory. Subclasses define :meth:`execute`, and usually ``abort`` and ``close``.
 
     Calls of operations in ``caps.native`` go to :meth:`execute`, those of other collectives to a fallback. Collectives
-    are executed one at a time in the order of the calls; sends and receives go to :attr:`p2p`.
+    are executed one at a time in the order of the calls; sends and receives go to the message engine.
 
     Args:
         p2p: sends and receives; None calls :meth:`execute` for them, see :class:`BlockingP2P`.
@@ -73,8 +76,9 @@ class HostBackend(Backend):
 
     Attributes:
         context: the group.
-        state: its failure and the collective in progress. A part of the backend that waits has a listener there.
+        state: its failure and the collective in progress.
         queue: order and numbers of the collectives.
+        closed: True once the group is being destroyed.
     """
 
     compares = True
@@ -86,8 +90,8 @@ class HostBackend(Backend):
         self.context = context
         self.state = state = state or GroupState(context)
         state.links = self.links
-        state.listeners.append(self.abort)  # subclasses wake what waits there
         self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, lambda: state.error is not None)
+        self.closed = False
         self._departed: dict[int, float] = {}  # ranks that are lost, and when a waiting call first saw that
         self._p2p: MessageEngine
         if p2p is not None:
@@ -120,11 +124,6 @@ class HostBackend(Backend):
     def error(self) -> DistError | None:
         """The error that has ended the group, or None."""
         return self.state.error
-
-    @property
-    def closed(self) -> bool:
-        """True once the group is being destroyed."""
-        return self.state.closed
 
     @property
     def sequence(self) -> int:
@@ -231,6 +230,8 @@ class HostBackend(Backend):
 
     def fail(self, error: DistError) -> NoReturn:
         """End the group with an error: announce it to all members, and raise the one that all of them raise."""
+        if self.state.error is None:
+            self.abort(operation_errors.announce(self.context, error))
         self.state.fail(error)
 
     def give_up(self, call: Call, cause: BaseException) -> None:
@@ -291,6 +292,7 @@ class HostBackend(Backend):
 
     def abort(self, error: Exception) -> None:
         self.state.abort(error)
+        self._p2p.abort()
 
     # --- shutdown ----------------------------------------------------------------------------------------------------
 
@@ -300,20 +302,22 @@ class HostBackend(Backend):
         return False
 
     def close(self) -> None:
-        context, state, stuck = self.context, self.state, self.stuck
-        if state.closed:
+        if self.closed:
             return
-        state.closed = True
+        self.closed = True
+        context, stuck = self.context, self.stuck
+        destroyed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
         ended = self.queue.close(_DRAIN_S if not stuck else 0.0)
-        if not ended:
-            self.abort(GroupAbortedError(f"group {context.name!r} was destroyed", group=context.name))
+        if not ended or not self.queue.idle(0.0):  # also a thread that is in a blocking call
+            self.abort(destroyed)
             ended = self.queue.close(_ABORTED_S if not stuck else 0.0)
         if context.job.control is not None:
             context.job.control.unwatch(context.name, context.backend)
         clean = self._p2p.drain(_DRAIN_S)
-        failure = state.close()
+        failure = self.state.close()
         self._p2p.close()
         self.release(ended and clean, failure)
+        self.abort(destroyed)  # a subclass may wake what waits
 
     def release(self, clean: bool, failure: DistError | None) -> None:
         """Release what the collectives use. The queue's thread has ended and the engine is closed.

@@ -113,6 +113,7 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
         fake=rendezvous.fake,
         rendezvous=rendezvous,
     )
+    job.cleanup.callback(log.info, "left the job")
     job.cleanup.callback(rendezvous.close)
     job.cleanup.callback(job.close_shared)
     try:
@@ -142,6 +143,7 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
             with suppress(DistError):
                 publish_refusal(job.store, job.rank, e)
         leave(job, e)
+        job.error = None  # its traceback has frames that have the job
         raise
     chosen = [f"{c.device} arrays: backend {backend_text(c.name)}: {c.why}" for c in job.choices]
     job.notes = [*rendezvous.notes, *chosen]
@@ -218,17 +220,19 @@ _hook_installed = False
 _exit_handlers: list[Callable[[BaseException | None], None]] = []
 
 
-def register_exit_handler(leave: Callable[[BaseException | None], None], forget: Callable[[], None]) -> None:
-    """At the end of the interpreter call ``leave`` with the exception that ended the program, or with SystemExit.
+def register_exit_handler(
+    handler: Callable[[BaseException | None], None], forget: Callable[[], None]
+) -> None:
+    """At the end of the interpreter call ``handler`` with the exception that ended the program, or with SystemExit.
 
     A forked child, which is not a member of its parent's groups, calls ``forget`` after the fork instead. A repeated
-    registration of ``leave`` has no effect.
+    registration of ``handler`` has no effect.
     """
-    if leave in _exit_handlers:
+    if handler in _exit_handlers:
         return
     _install_excepthook()
-    _exit_handlers.append(leave)
-    atexit.register(lambda: leave(_exit_cause))
+    _exit_handlers.append(handler)
+    atexit.register(lambda: handler(_exit_cause))
     fork_safety.in_child(forget)
 
 

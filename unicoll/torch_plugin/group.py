@@ -281,7 +281,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """The backends of a new group of this job: those of this group if ``spec`` is the same, else chosen anew."""
         if (self.backend_spec or "") == (spec or ""):
             return self.unicoll.choices
-        return choose(self.job.job, spec)
+        return choose(self.job.joined, spec)
 
     def eager_connect_single_device(self, device: Any = None) -> None:
         """Does nothing: connections are made on first use."""

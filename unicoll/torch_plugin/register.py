@@ -84,13 +84,13 @@ def _make(
         job, job_ranks = world.job, ranks
         choices = world.choices_for(spec)
         for cls in {c.cls for c in choices if c not in world.unicoll.choices}:
-            cls.prepare(job.job)
+            cls.prepare(job.joined)
     else:
         if ranks and opts is None:
             raise DistArgumentError("new_group: backend 'mpi' needs a default process group of unicoll")
         store = requested.store if store is None else store
         job = join_torch_job(spec, store, rank, size, timeout)
-        job_ranks, choices = list(job.ranks), job.job.choices
+        job_ranks, choices = list(job.ranks), job.joined.choices
     desc = requested.desc or "undefined"
     splits = (
         requested.collective
@@ -106,7 +106,7 @@ def _make(
     group = TorchProcessGroup(job, unicoll_group, requested.backend or name, torch_name, desc, store)
     group.backend_spec = spec
     if is_default:
-        init.enter(job.job, unicoll_group)
+        init.enter(job.joined, unicoll_group)
     return group
 
 
@@ -128,7 +128,7 @@ def explain(group: Any = None) -> str:
     unicoll_group = pg.unicoll
     return "\n".join(
         [
-            *pg.job.job.notes,
+            *pg.job.joined.notes,
             f"group {unicoll_group.name!r} of {unicoll_group.size()}: {unicoll_group.describe()}",
         ]
     )

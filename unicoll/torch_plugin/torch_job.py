@@ -21,7 +21,7 @@ class TorchJob:
     """A job with torch's groups in it."""
 
     def __init__(self, job: Job) -> None:
-        self.job = job
+        self.joined = job
         self.ranks = tuple(range(job.size))
         self.store: Any = None  # C++ does not keep the Python part of a UnicollBackedStore alive
 
@@ -45,7 +45,7 @@ class TorchJob:
             parent: the group that it is split from; its ranks outside the new group call ``parent.leave_out`` at the
                 same time.
         """
-        job = self.job
+        job = self.joined
         job.named[name] += 1
         number = job.named[name]
         context = Context(
@@ -62,7 +62,7 @@ class TorchJob:
     def remove(self, group: ProcessGroup) -> None:
         """Close a group; the last one, and the default group, leaves the job."""
         ends_job = group is world.GroupMember.WORLD
-        groups = self.job.groups
+        groups = self.joined.groups
         try:
             group.close()
         finally:
@@ -70,7 +70,7 @@ class TorchJob:
                 groups.remove(group)
             if (ends_job or not groups) and _joined.pop(id(self), None) is not None:
                 self.store = None
-                world.leave_job(self.job)
+                world.leave_job(self.joined)
 
 
 _joined: dict[int, TorchJob] = {}
@@ -101,4 +101,4 @@ def join_torch_job(
 def leave(error: BaseException | None = None) -> None:
     """Leave all jobs, at interpreter exit; ``error`` is the exception that ended the program, if any."""
     while _joined:
-        world.leave_job(_joined.popitem()[1].job, error)
+        world.leave_job(_joined.popitem()[1].joined, error)
