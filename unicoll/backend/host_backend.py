@@ -230,8 +230,6 @@ class HostBackend(Backend):
 
     def fail(self, error: DistError) -> NoReturn:
         """End the group with an error: announce it to all members, and raise the one that all of them raise."""
-        if self.state.error is None:
-            self.abort(operation_errors.announce(self.context, error))
         self.state.fail(error)
 
     def give_up(self, call: Call, cause: BaseException) -> None:
