@@ -89,7 +89,7 @@ def test_a_view_is_its_group(pool: Pools) -> None:
     for found in pool(2).run(jobs.same_group):
         for name, (view, whole) in found["facts"].items():
             assert view == whole, name
-        assert found["facts"]["whole"] == (True, True)
+        assert found["facts"]["base"] == (True, True)
         assert found["view"] == found["whole"][:-1] + ", using max_ctas=4>"
         assert found["more"] == found["whole"][:-1] + ", using min_ctas=2, max_ctas=4, timeout=7>"
 
