@@ -17,7 +17,10 @@ from unicoll.backend import Call, operation_errors
 from unicoll.backend.group_state import TICK_S, GroupState
 from unicoll.backend.options import as_options
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
+from unicoll.net import logs
 from unicoll.net.timeouts import backoff
+
+log = logs.logger("mpi")
 
 HEADER_TAG, COLLECTIVE_TAG, AGREEMENT_TAG, PAYLOAD_TAGS = 0, 1, 2, 3
 """Tags in a group's communicator: headers of messages, chunks of collectives, agreements, the first tag of payloads."""
@@ -318,4 +321,8 @@ class GroupCommunicator:
             self.mpi.abandoned.append((self.comm, *agreement.memory))
             return
         agreement.free()
-        self.mpi.call(self.comm.Free)
+        try:
+            self.mpi.call(self.comm.Free)
+        except self.mpi.MPI.Exception as e:  # MPICH frees none with a message that was not received
+            log.debug("the communicator of group %r is kept: %s", self.context.name, e)
+            self.mpi.abandoned.append(self.comm)
