@@ -526,19 +526,20 @@ class P2PEngine:
             ]
             return any(p.completion.has_callbacks for p in pending)
 
-    def drain(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for pending sends; True if all were sent."""
+    def drain(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for pending sends."""
         deadline = time.monotonic() + timeout
-        while (unsent := self._unsent()) and time.monotonic() < deadline:
+        while self._unsent() and time.monotonic() < deadline:
             time.sleep(0.005)
-        return not unsent
 
-    def close(self) -> None:
-        """Make all pending operations raise, and close the connections."""
+    def close(self) -> bool:
+        """Make all pending operations raise, and close the connections; True if all was sent."""
+        unsent = self._unsent()
         with self.lock:
             self._closed = True  # a connection that arrives from now on would not be ended
         self.abort()
         self._progress.close()
+        return not unsent
 
     def _unsent(self) -> bool:
         with self.lock:

@@ -208,9 +208,9 @@ class MPIP2PEngine:
         peer, name = self._communicator.await_departure_notice(), self._context.name
         error: DistError = DistBackendError(f"MPI failed in a message of group {name!r}: {cause}", group=name)
         if peer is not None:
+            error = self._communicator.lost_error(peer)
             for request in self._matcher.pending_requests():
-                error = self._lost(request.call, self._context.ranks[peer])
-                request.completion.finish(error)
+                request.completion.finish(self._lost(request.call, self._context.ranks[peer]))
         self._matcher.failed = True
         self._state.announce(error)
         self.abort()
@@ -286,18 +286,24 @@ class MPIP2PEngine:
         for request in self._matcher.abandon_all():
             request.completion.finish(error)
 
-    def drain(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for pending sends; True if no message is left in the communicator."""
+    def drain(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for pending sends."""
         deadline, matcher = time.monotonic() + timeout, self._matcher
         while time.monotonic() < deadline and matcher.sending() and self._state.error is None:
             time.sleep(0.001)
-        return matcher.idle
+        # sends that were given up may have ended since the last poll
+        if not matcher.idle and self._progress_lock.acquire(timeout=_TICK_S):
+            try:
+                self._progress_once()
+            finally:
+                self._progress_lock.release()
 
-    def close(self) -> None:
-        """Make all pending operations raise, and end the thread."""
+    def close(self) -> bool:
+        """Make all pending operations raise, and end the thread; True if MPI has no request of this group."""
         self.abort()
         self._closed = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._wakeups.put(False)
             thread.join(2.0)
+        return self._matcher.idle

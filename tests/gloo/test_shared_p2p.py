@@ -763,6 +763,28 @@ def test_a_collective_that_fails_runs_no_callbacks_of_messages() -> None:
     dist.barrier()
 
 
+@on_ranks(2, env={})
+def test_a_group_that_a_callback_destroys_sends_what_was_posted() -> None:
+    group, values, destroyed = must(dist.new_group()), np.ones(1 << 23), threading.Event()
+    create_rings(group)
+
+    def destroy() -> None:
+        dist.destroy_process_group(group)
+        destroyed.set()
+
+    if me() == 0:
+        send = must(dist.isend(values, 1, group=group))
+        must(dist.all_reduce(np.ones(4), group=group, async_op=True)).add_done_callback(destroy)
+        assert destroyed.wait(60)
+        send.wait()
+    else:
+        dist.all_reduce(np.ones(4), group=group)
+        values[:] = 0
+        dist.recv(values, 0, group=group)
+        assert values.all()
+    dist.barrier()
+
+
 def _sends_to_a_stopped_rank() -> tuple[Failure | None, Failure | None, bool]:
     """Rank 1 is stopped, and rank 0 sends to it, for the first time, with a long and then with a short timeout.
 

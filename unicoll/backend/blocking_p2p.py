@@ -100,15 +100,15 @@ class BlockingP2P:
     def abort(self) -> None:
         """Nothing to do: the function raises."""
 
-    def drain(self, timeout: float) -> bool:
-        """Wait for the sends, up to ``timeout`` seconds; returns True if nothing is left."""
+    def drain(self, timeout: float) -> None:
+        """Wait for the sends, up to ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and any(peer >= 0 for peer, _ in [*self._waiting]):
             time.sleep(0.001)
-        return not self._waiting
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Nothing to do: the function raises."""
+        return not self._waiting
 
 
 def _order(call: Call) -> tuple[int, int | None]:

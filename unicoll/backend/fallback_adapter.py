@@ -46,12 +46,12 @@ class _Messages:
     def abort(self) -> None:
         """The adapter aborts the backend itself."""
 
-    def drain(self, timeout: float) -> bool:
+    def drain(self, timeout: float) -> None:
         """The backend waits for its sends when it is closed."""
-        return True
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """The adapter closes the backend itself."""
+        return True
 
 
 class _FallbackAdapter(HostBackend):

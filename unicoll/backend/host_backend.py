@@ -18,7 +18,7 @@ from unicoll.backend.blocking_p2p import BlockingP2P, MessagesToSelf
 from unicoll.backend.call import Call
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Backend, Context
-from unicoll.backend.group_state import GroupState
+from unicoll.backend.group_state import TICK_S, GroupState
 from unicoll.backend.op_queue import Execute, OpQueue
 from unicoll.backend.ops import Op
 from unicoll.backend.thread_activity import entered
@@ -57,11 +57,11 @@ class MessageEngine(Protocol):
     def abort(self) -> None:
         """Make every pending call raise the error with which the group has ended; any thread."""
 
-    def drain(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for pending sends; True if nothing is left in flight."""
+    def drain(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for pending sends."""
 
-    def close(self) -> None:
-        """:meth:`abort`, and release everything."""
+    def close(self) -> bool:
+        """:meth:`abort`, and release everything; True if nothing was in flight."""
 
 
 class HostBackend(Backend):
@@ -230,6 +230,12 @@ class HostBackend(Backend):
 
     def fail(self, error: DistError) -> NoReturn:
         """End the group with an error: announce it to all members, and raise the one that all of them raise."""
+        if self.state.error is None:
+            error = operation_errors.announce(self.context, error)
+            # a subclass may wake what waits; messages end on the control thread, since a callback of them could wait
+            # for the call that fails here
+            abort = self.state.abort if type(self).abort is HostBackend.abort else self.abort
+            abort(error)
         self.state.fail(error)
 
     def give_up(self, call: Call, cause: BaseException) -> None:
@@ -306,14 +312,16 @@ class HostBackend(Backend):
         context, stuck = self.context, self.stuck
         destroyed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
         ended = self.queue.close(_DRAIN_S if not stuck else 0.0)
-        if not ended or not self.queue.idle(0.0):  # also a thread that is in a blocking call
+        if not ended:
             self.abort(destroyed)
             ended = self.queue.close(_ABORTED_S if not stuck else 0.0)
         if context.job.control is not None:
             context.job.control.unwatch(context.name, context.backend)
-        clean = self._p2p.drain(_DRAIN_S)
+        self._p2p.drain(_DRAIN_S)
+        if not self.queue.in_callback and not self.queue.idle(TICK_S):
+            self.state.abort(destroyed)  # another thread is in a blocking call
         failure = self.state.close()
-        self._p2p.close()
+        clean = self._p2p.close()
         self.release(ended and clean, failure)
         self.abort(destroyed)  # a subclass may wake what waits
 

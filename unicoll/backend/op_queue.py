@@ -206,6 +206,11 @@ class OpQueue:
         thread.join(max(0.0, deadline - time.monotonic()))
         return not thread.is_alive()
 
+    @property
+    def in_callback(self) -> bool:
+        """True on the thread that runs the callbacks of the group's calls."""
+        return self._server == get_ident()
+
     def idle(self, timeout: float) -> bool:
         """True if no call is being executed, waiting up to ``timeout`` seconds for that."""
         deadline = time.monotonic() + timeout
