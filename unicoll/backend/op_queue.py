@@ -192,7 +192,9 @@ class OpQueue:
 
         A callback of the group's own work does not wait for that.
         """
-        if self._server == get_ident():
+        if self.in_callback:
+            if self._thread is threading.current_thread():
+                self._wake.put(False)
             return True
         deadline = time.monotonic() + timeout
         while self._waiters_executing:  # they leave what is queued to the thread
