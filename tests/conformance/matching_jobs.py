@@ -132,6 +132,8 @@ def to_self(count: int) -> None:
     dist.send(np.full(count, 6.0), own, tag=2)
     status = dist.probe(own, tag=2)
     assert (status.source, status.tag, status.count) == (own, 2, count)
+    with dist.add_hook(lambda call: None):
+        assert must(dist.iprobe(own)).tag == 1
     x = np.empty(count)
     assert dist.recv(x, own, tag=2) == own
     assert (x == 6).all()

@@ -8,6 +8,7 @@ import numpy as np
 
 import unicoll as dist
 from tests.simulated_nccl import arrays
+from unicoll.group.recorded_calls import recorded_calls
 
 
 def mixed_kinds(rounds: int) -> bool:
@@ -43,7 +44,8 @@ def ordered(rounds: int) -> bool:
             y += 1
             good = good and bool((y.numpy() == sum(range(n)) * 2 + n * i + 1).all())
         good = good and bool((x.numpy() == sum(range(n)) + 1).all())
-    return good
+    calls = recorded_calls()[-2 * rounds :]
+    return good and all(0 < c.created <= c.started <= c.ended for c in calls)
 
 
 def messages() -> list[bool]:

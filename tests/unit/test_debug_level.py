@@ -135,6 +135,7 @@ def test_the_level_of_an_existing_group_changes(monkeypatch: pytest.MonkeyPatch)
             dist.set_debug_level(dist.DebugLevel[level])
             for _ in range(2):
                 dist.all_reduce(np.ones(count))
+            assert dist.iprobe() is None
     finally:
         dist.destroy_process_group()
     text: str = sys.stderr.getvalue()  # type: ignore[attr-defined]

@@ -181,6 +181,9 @@ class HookedBackend(Backend):
     def _measured(self, completion: Completion, record: HookedCall) -> Completion:
         return _HookedCompletion(completion, self, record) if self._waited else completion
 
+    def iprobe(self, call: Call) -> bool:
+        return self._inner.iprobe(call)
+
     @property
     def executing_backend(self) -> HostBackend | None:
         return self._inner.executing_backend

@@ -115,6 +115,9 @@ class _ComparedBackend(Backend):
         self._log(calls)
         return self._inner.post_each(calls, stream)
 
+    def iprobe(self, call: Call) -> bool:
+        return self._inner.iprobe(call)
+
     @property
     def executing_backend(self) -> HostBackend | None:
         return self._inner.executing_backend if self.comparison is None else None

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.cuda import cuda, on_device
@@ -36,6 +37,9 @@ from unicoll.staging.copier import CopyStreams, HostCopier
 from unicoll.staging.device_pointers import DirectCalls
 from unicoll.staging.p2p import HARMLESS, DeviceP2P
 from unicoll.staging.pinned_pool import PinnedBlock
+
+if TYPE_CHECKING:
+    from unicoll.backend.flight_recorder import PendingEntry
 
 CHUNK = 4 << 20
 """Bytes of a call that are moved at a time; larger calls are cut into several chunks."""
@@ -263,6 +267,9 @@ class _Unpacking(Completion):
 
     def exception(self) -> BaseException | None:
         return self._done.exception()
+
+    def track(self, entries: Sequence[PendingEntry]) -> None:
+        self._done.track(entries)
 
     def took(self) -> float:
         return self._done.took()
