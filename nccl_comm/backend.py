@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nccl_comm.call_options import check_algorithm, check_options
 from nccl_comm.communicators import resizing
 from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.communicators.devices import bound_device
@@ -30,7 +29,7 @@ from nccl_comm.library.types import FP8_CAPABILITY, native_reduction
 from nccl_comm.memory.one_sided import check_one_sided, no_window
 from nccl_comm.memory.registered_memory import RegisteredMemory, regions_of
 from nccl_comm.memory.symmetric import DeviceArray
-from nccl_comm.operations import OPERATIONS, batch
+from nccl_comm.operations import OPERATIONS, batch, check_algorithm, check_options
 from nccl_comm.stream_completion import StreamCompletion
 from nccl_comm.stream_order import other_streams
 from nccl_comm.supervision import Supervision

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache, partial
 
-from nccl_comm.call_options import CommunicatorWithOptions
-from nccl_comm.communicators.communicator import Communicator
+from nccl_comm.communicators.communicator import Communicator, CommunicatorWithOptions
 from nccl_comm.in_flight import InFlight
 from nccl_comm.memory.group_memory import GroupMemory
 from nccl_comm.memory.one_sided import set_up

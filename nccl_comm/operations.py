@@ -14,21 +14,31 @@ An all_gather to a list is a group of broadcasts for the same reason: only the r
 contiguous in memory, where one ncclAllGather would do. From 2.29 on NCCL makes one kernel of such a group, a ring that
 gathers all of them at once (its scheduler/allgatherv_sched.cc); older versions do one broadcast after another, which
 move the same bytes over each link and take longer for small arrays. all_gather_into_tensor is always one ncclAllGather.
+
+Options of a single call are passed to each of NCCL's collectives that the call consists of. Sends and receives have no
+options: hints have no effect there, and a required choice of algorithms is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from nccl_comm.call_options import AnyCommunicator
-from nccl_comm.library.interface import AVG, SUM
+from nccl_comm.communicators.communicator import AnyCommunicator
+from nccl_comm.library.interface import AVG, SUM, Nccl
+from nccl_comm.library.structs import CALL_CONFIGS_SINCE, version_text
 from nccl_comm.library.types import BYTES, NativeReduction, native_reduction
 from nccl_comm.memory.one_sided import ONE_SIDED
 from unicoll.backend import Call
+from unicoll.backend.options import CallOptions
+from unicoll.errors import DistArgumentError
 
 Operation = Callable[[AnyCommunicator, Call, int], int]
 _ONE_RANK_VERSION = 22907
 """The first version in which a reduction of one rank multiplies all elements by the factor."""
+_WITH_OPTIONS = "ncclAllReduceConfig"
+"""One of the functions that take options; NCCL has all of them or none."""
+_P2P_OPERATIONS = frozenset(("send", "recv", "gather", "scatter", "all_to_all"))
+"""Operations that are sends and receives in NCCL; an all_to_all_single is too, unless ncclAlltoAll does it."""
 
 
 def _reduction(c: AnyCommunicator, call: Call) -> tuple[NativeReduction, int]:
@@ -274,3 +284,25 @@ def batch(c: AnyCommunicator, calls: Iterable[Call], stream: int) -> int:
             for call in calls:
                 codes.append(OPERATIONS[call.op.name](c, call, stream))
     return _first_failure(codes)
+
+
+def check_options(options: CallOptions, nccl: Nccl) -> None:
+    """Raise DistArgumentError if NCCL is too old for options of a call."""
+    if not nccl.has(_WITH_OPTIONS):
+        raise DistArgumentError(
+            f"using({options}): options of single calls need NCCL {version_text(CALL_CONFIGS_SINCE)}; this is"
+            f" {version_text(nccl.version)}"
+        )
+
+
+def check_algorithm(call: Call, options: CallOptions, native_all_to_all: bool) -> None:
+    """Raise DistArgumentError if a call requires an algorithm but has none to choose from."""
+    name = call.op.name
+    if options.algorithm is None or options.force_algorithm is False:
+        return
+    if name in _P2P_OPERATIONS or (name == "all_to_all_single" and not (call.even and native_all_to_all)):
+        raise DistArgumentError(
+            f"{name}: it consists of sends and receives, to which algorithm={options.algorithm!r} does not apply:"
+            " omit it, or pass force_algorithm=False",
+            op=name,
+        )

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from gloo_fallback.p2p.errors import lost, timed_out
 from gloo_fallback.p2p.frames import PendingMessage
 from unicoll.backend.endpoint import MESSAGES, Endpoint
 from unicoll.errors import RankLostError
@@ -61,7 +60,7 @@ class Connector:
         def check() -> None:
             engine.state.check()
             if time.monotonic() >= pending.deadline:
-                raise timed_out(context, pending, begun=False, others="")
+                raise engine.timeout_error(pending)
 
         def postpone() -> None:
             seconds = time.monotonic() - started
@@ -77,7 +76,7 @@ class Connector:
         try:
             sock = self._endpoint.connect((context.name, MESSAGES, rank), check, postpone)
         except RankLostError as e:
-            raise lost(context, pending.call, rank, str(e)) from e
+            raise engine.lost_error(pending.call, rank, str(e)) from e
         engine.add_connection(rank, sock)
 
     def connect_next(self) -> bool:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 from gloo_fallback.p2p.connection import PeerConnection
 from gloo_fallback.p2p.connector import Connector
-from gloo_fallback.p2p.errors import lost, timed_out
 from gloo_fallback.p2p.frames import IncomingMessage, PendingMessage
 from gloo_fallback.p2p.progress import ProgressEngine
 from gloo_fallback.shm.ring_buffer import RingReader
@@ -29,6 +28,7 @@ from unicoll.backend.group_state import GroupState
 from unicoll.backend.message_matcher import MessageMatcher
 from unicoll.backend.ops import PROBE
 from unicoll.backend.work import HostCompletion
+from unicoll.errors import OperationTimeoutError, RankLostError
 from unicoll.net.channel import Connection
 from unicoll.net.control.wait_graph import MessageState
 from unicoll.net.records import TamperedError
@@ -327,9 +327,9 @@ class P2PEngine:
             if peer >= 0:
                 rank = self.context.ranks[peer]
                 if rank in departed and self._connections[peer] is None:
-                    self._end(pending, lost(self.context, pending.call, rank, departed[rank]))
+                    self._end(pending, self.lost_error(pending.call, rank, departed[rank]))
             elif died is not None and pending.call.source < 0:
-                self._end(pending, lost(self.context, pending.call, died, departed[died]))
+                self._end(pending, self.lost_error(pending.call, died, departed[died]))
             if now >= pending.deadline and not pending.completion.done():
                 self._time_out(pending)
 
@@ -459,7 +459,20 @@ class P2PEngine:
             if lost_rank is not None:
                 rank, why = lost_rank, control.departed[lost_rank]
         for pending in operations:
-            pending.completion.finish(self.state.error or lost(self.context, pending.call, rank, why))
+            pending.completion.finish(self.state.error or self.lost_error(pending.call, rank, why))
+
+    def lost_error(self, call: Call, rank: int, reason: str) -> RankLostError:
+        """The error of a send or receive that global rank ``rank`` can no longer take part in."""
+        return operation_errors.rank_lost_error(self.context, call, self.context.ranks.index(rank), reason)
+
+    def timeout_error(
+        self, pending: PendingMessage, begun: bool = False, others: str = ""
+    ) -> OperationTimeoutError:
+        """The error of a message after its deadline; ``begun`` if a part of it was transferred."""
+        call = pending.call
+        other = call.peer if call.peer >= 0 or not begun else call.source
+        state = "only a part of the message was transferred" if begun else ""
+        return operation_errors.message_timeout_error(self.context, call, other, state, others)
 
     def _end(self, pending: PendingMessage, error: BaseException) -> None:
         self._withdraw(pending)
@@ -469,7 +482,7 @@ class P2PEngine:
         begun = self._withdraw(pending)
         with self.lock:
             others = "" if pending.call.inputs else self._matcher.others(pending.call)
-        pending.completion.finish(timed_out(self.context, pending, begun, others))
+        pending.completion.finish(self.timeout_error(pending, begun, others))
 
     def _withdraw(self, pending: PendingMessage) -> bool:
         """Cancel a send or receive; True if part of its data had moved, so that its connection was closed."""

@@ -14,11 +14,20 @@ from nccl_comm.communicators import agreement
 from nccl_comm.communicators.teardown import END_S, TeardownThreads
 from nccl_comm.communicators.unique_id import Origin
 from nccl_comm.library.errors import error_for
-from nccl_comm.library.interface import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
+from nccl_comm.library.interface import (
+    IN_PROGRESS,
+    PEER_ERRORS,
+    SUCCESS,
+    Config,
+    HandleSlot,
+    Nccl,
+    Operations,
+)
 from nccl_comm.library.types import factor_bytes
 from nccl_comm.transport_report import connecting, settings
 from unicoll.arrays.cuda import Cuda, backoff
 from unicoll.backend import Call, Context, operation_errors
+from unicoll.backend.options import CallOptions
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net import logs
 
@@ -397,3 +406,16 @@ class Communicator:
                 END_S,
             )
         return self._returned.is_set()
+
+
+class CommunicatorWithOptions:
+    """The attributes of a communicator that operations use, with collectives that pass options to NCCL."""
+
+    def __init__(self, comm: Communicator, options: CallOptions) -> None:
+        self.rank, self.size, self.handle, self.scratch = comm.rank, comm.size, comm.handle, comm.scratch
+        self.native_all_to_all = comm.native_all_to_all
+        self.premul_op, self.group = comm.premul_op, comm.group
+        self.nccl: Operations = comm.nccl.with_options(options)
+
+
+AnyCommunicator = Communicator | CommunicatorWithOptions

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from nccl_comm.call_options import AnyCommunicator
-from nccl_comm.communicators.communicator import Communicator
+from nccl_comm.communicators.communicator import AnyCommunicator, Communicator
 from nccl_comm.library.interface import Nccl
 from nccl_comm.library.structs import version_text
 from nccl_comm.library.types import BYTES

@@ -11,7 +11,7 @@ import pytest
 from gloo_fallback.algorithms.circulant import BLOCK
 from gloo_fallback.algorithms.over_sockets import SMALL
 from gloo_fallback.algorithms.rings import SEGMENT
-from gloo_fallback.algorithms.shared_memory_plans import WHOLE
+from gloo_fallback.algorithms.shared_memory import WHOLE
 from gloo_fallback.shm.slots import SLOT
 from tests.conformance import huge_jobs
 from tests.support.ranks import Pool, ProcessJob, pools, run_ranks
