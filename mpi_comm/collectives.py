@@ -13,10 +13,10 @@ import numpy as np
 
 from mpi_comm import flat_memory
 from mpi_comm.group_communicator import COLLECTIVE_TAG, GroupCommunicator
-from mpi_comm.reductions import PACK_LIMIT, flat_of, offsets
+from mpi_comm.reductions import PACK_LIMIT, v_argument
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import split
+from unicoll.backend.fallbacks import flat_of, split
 from unicoll.errors import CollectiveMismatchError
 
 Collective = Callable[[GroupCommunicator, Call], None]
@@ -28,11 +28,6 @@ def _type(group: GroupCommunicator, call: Call) -> Any:
 
 def _nbytes(chunks: Sequence[Flat]) -> int:
     return sum(c.nbytes for c in chunks)
-
-
-def _v_argument(flat: Flat, counts: Sequence[int], mpi_type: Any) -> list[Any]:
-    """An array and its parts, as the argument of MPI's "v" functions."""
-    return [flat, (list(counts), offsets(counts)), mpi_type]
 
 
 # --- barrier, broadcast ------------------------------------------------------------------------------------------
@@ -78,7 +73,7 @@ def _all_gather(
     if len(set(counts)) == 1:
         group.execute("Allgather", sent, [out, mpi_type])
     else:
-        group.execute("Allgatherv", sent, _v_argument(out, counts, mpi_type))
+        group.execute("Allgatherv", sent, v_argument(out, counts, mpi_type))
 
 
 def _all_gather_layout(call: Call) -> int:
@@ -130,17 +125,17 @@ def gather(group: GroupCommunicator, call: Call, counts: Sequence[int] | None) -
                 flat_memory.copy([(chunk, source)])
         return
     packed = flat_memory.empty(total, source) if chunks else None
-    if counts is None:
-        group.execute("Gather", [source, mpi_type], None if packed is None else [packed, mpi_type], root)
-    else:
-        group.execute(
-            "Gatherv",
-            [source, mpi_type],
-            None if packed is None else _v_argument(packed, counts, mpi_type),
-            root,
-        )
+    function, target = _rooted("Gather", packed, counts, mpi_type)
+    group.execute(function, [source, mpi_type], target, root)
     if packed is not None:
         flat_memory.split_into(packed, chunks)
+
+
+def _rooted(name: str, packed: Flat | None, counts: Sequence[int] | None, mpi_type: Any) -> tuple[str, Any]:
+    """MPI's function, and its argument for the array that only the root has."""
+    if counts is None:
+        return name, None if packed is None else [packed, mpi_type]
+    return f"{name}v", None if packed is None else v_argument(packed, counts, mpi_type)
 
 
 def _send(group: GroupCommunicator, flat: Flat, mpi_type: Any, dest: int) -> None:
@@ -168,15 +163,8 @@ def scatter(group: GroupCommunicator, call: Call, counts: Sequence[int] | None) 
             flat_memory.copy([(out, chunks[root])])
         return
     packed = flat_memory.concatenated(chunks) if chunks else None
-    if counts is None:
-        group.execute("Scatter", None if packed is None else [packed, mpi_type], [out, mpi_type], root)
-    else:
-        group.execute(
-            "Scatterv",
-            None if packed is None else _v_argument(packed, counts, mpi_type),
-            [out, mpi_type],
-            root,
-        )
+    function, source = _rooted("Scatter", packed, counts, mpi_type)
+    group.execute(function, source, [out, mpi_type], root)
 
 
 # --- personalised exchange ---------------------------------------------------------------------------------------
@@ -233,8 +221,8 @@ def _exchange(
         assert call.out_counts is not None
         group.execute(
             "Alltoallv",
-            _v_argument(source, call.in_counts, mpi_type),
-            _v_argument(out, call.out_counts, mpi_type),
+            v_argument(source, call.in_counts, mpi_type),
+            v_argument(out, call.out_counts, mpi_type),
         )
 
 

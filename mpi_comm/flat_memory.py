@@ -14,6 +14,7 @@ import numpy as np
 from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
+from unicoll.backend.fallbacks import split
 
 
 def address(flat: Flat) -> int:
@@ -58,21 +59,13 @@ def clone(flat: Flat) -> Flat:
 def concatenated(chunks: Sequence[Flat]) -> Flat:
     """A copy of all arrays in one, in order."""
     packed = empty(sum(p.size for p in chunks), chunks[0])
-    copy(zip(_slices(packed, chunks), chunks, strict=True))
+    copy(zip(split(packed, [chunk.size for chunk in chunks]), chunks, strict=True))
     return packed
 
 
 def split_into(packed: Flat, chunks: Sequence[Flat]) -> None:
     """Copy consecutive slices of ``packed`` to ``chunks``: the inverse of :func:`concatenated`."""
-    copy(zip(chunks, _slices(packed, chunks), strict=True))
-
-
-def _slices(packed: Flat, chunks: Sequence[Flat]) -> list[Flat]:
-    found, start = [], 0
-    for chunk in chunks:
-        found.append(packed[start : start + chunk.size])
-        start += chunk.size
-    return found
+    copy(zip(chunks, split(packed, [chunk.size for chunk in chunks]), strict=True))
 
 
 def device_memory(call: Call) -> DeviceMemory | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Call
+from unicoll.backend.fallbacks import flat_of, split
 
 ALLGATHER_LIMIT = 1 << 16
 """Bytes of all contributions together up to which every rank reduces all elements (MPI_Allgather)."""
@@ -50,12 +52,6 @@ def _native(dtype: DType, name: str) -> str | None:
     if dtype.kind in "ui":
         return None if dtype.itemsize < 4 and name in _SUMS else _OF_INTEGERS.get(name)
     return None if dtype.half else (_SUMS | _EXTREMES).get(name)
-
-
-def flat_of(buffer: Buffer) -> Flat:
-    """A buffer's memory as a 1-D array."""
-    assert buffer.flat is not None
-    return buffer.flat
 
 
 class ReductionMethod:
@@ -158,32 +154,22 @@ def _all_reduce(group: GroupCommunicator, call: Call, method: ReductionMethod) -
         group.execute("Allreduce", method.in_place, [out, method.type], method.op)
     else:
         group.ignoring_fp_errors(
-            _reduce_to_all, group, method, flat_of(call.inputs[0]), flat_of(call.outputs[0])
+            _reduce_flat, group, method, flat_of(call.inputs[0]), flat_of(call.outputs[0]), None
         )
-
-
-def _reduce_to_all(group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat) -> None:
-    if method.op is None:
-        _fold_to_all(group, method, source, out)
-        return
-    scaled = _scaled(method.kernel, source)
-    if scaled is not out:
-        flat_memory.copy([(out, scaled)])
-    for chunk in group.chunks(out):
-        group.execute("Allreduce", method.in_place, [chunk, method.type], method.op)
-    _divide(method.kernel, out, group.size)
 
 
 def _reduce(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
     """reduce: the reduction of all ranks' arrays, on the root."""
-    group.ignoring_fp_errors(_reduce_to_root, group, call, method)
-
-
-def _reduce_to_root(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
-    source, root = flat_of(call.inputs[0]), call.root
     out = flat_of(call.outputs[0]) if call.outputs else None
+    group.ignoring_fp_errors(_reduce_flat, group, method, flat_of(call.inputs[0]), out, call.root)
+
+
+def _reduce_flat(
+    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int | None
+) -> None:
+    """Reduce to all ranks, or to the root; ``out`` is None on a rank that gets no result."""
     if method.op is None:
-        _fold_to_root(group, method, source, out, root)
+        _fold(group, method, source, out, root)
         return
     _reduce_to(group, method, _scaled(method.kernel, source), out, root)
     if out is not None:
@@ -191,17 +177,18 @@ def _reduce_to_root(group: GroupCommunicator, call: Call, method: ReductionMetho
 
 
 def _reduce_to(
-    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int
+    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int | None
 ) -> None:
-    """Reduce by MPI's operation to ``out``, which is None except on the root."""
+    """:func:`_reduce_flat` by MPI's operation, without scaling."""
+    function, rest = ("Allreduce", ()) if root is None else ("Reduce", (root,))
     if out is None:
         for chunk in group.chunks(source):
-            group.execute("Reduce", [chunk, method.type], None, method.op, root)
+            group.execute(function, [chunk, method.type], None, method.op, *rest)
         return
     if source is not out:
         flat_memory.copy([(out, source)])
     for chunk in group.chunks(out):
-        group.execute("Reduce", method.in_place, [chunk, method.type], method.op, root)
+        group.execute(function, method.in_place, [chunk, method.type], method.op, *rest)
 
 
 def _reduce_scatter(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
@@ -218,7 +205,7 @@ def _reduce_scatter(group: GroupCommunicator, call: Call, method: ReductionMetho
         group.execute("Reduce_scatter_block", [flat, method.type], [out, method.type], method.op)
         return
     if single:
-        chunks = [flat[i * out.size : (i + 1) * out.size] for i in range(group.size)]
+        chunks = split(flat, [out.size] * group.size)
     else:
         chunks = [flat_of(b) for b in call.inputs]
     group.ignoring_fp_errors(_reduce_scatter_chunks, group, method, chunks, flat if single else None, out)
@@ -299,12 +286,9 @@ def _shares(count: int, ranks: int) -> list[int]:
     return [count * (i + 1) // ranks - count * i // ranks for i in range(ranks)]
 
 
-def offsets(counts: Sequence[int]) -> list[int]:
-    """The offset of each part in an array of parts of these sizes."""
-    found = [0]
-    for count in counts[:-1]:
-        found.append(found[-1] + count)
-    return found
+def v_argument(flat: Flat, counts: Sequence[int], mpi_type: Any) -> list[Any]:
+    """An array and its parts, as the argument of MPI's "v" functions."""
+    return [flat, (list(counts), [0, *accumulate(counts[:-1])]), mpi_type]
 
 
 def _step(source: Flat, ranks: int) -> int:
@@ -320,55 +304,34 @@ def _fold_share(
     gathered = np.empty(own * size, segment.dtype)
     group.execute(
         "Alltoallv",
-        [segment, (counts, offsets(counts)), method.type],
-        [gathered, ([own] * size, [i * own for i in range(size)]), method.type],
+        v_argument(segment, counts, method.type),
+        v_argument(gathered, [own] * size, method.type),
     )
     share = np.empty(own, segment.dtype)
-    method.kernel.combine([gathered[i * own : (i + 1) * own] for i in range(size)], share, disjoint=True)
+    method.kernel.combine(split(gathered, [own] * size), share, disjoint=True)
     return share
 
 
-def _fold_to_all(group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat) -> None:
-    size = group.size
-    if source.nbytes * size <= ALLGATHER_LIMIT:
-        gathered = np.empty(source.size * size, source.dtype)
-        group.execute("Allgather", [source, method.type], [gathered, method.type])
-        method.kernel.combine(
-            [gathered[i * out.size : (i + 1) * out.size] for i in range(size)], out, disjoint=True
-        )
-        return
-    step = _step(source, size)
-    for start in range(0, source.size, step):
-        segment = source[start : start + step]
-        counts = _shares(segment.size, size)
-        share = _fold_share(group, method, segment, counts)
-        target = out[start : start + step]
-        group.execute("Allgatherv", [share, method.type], [target, (counts, offsets(counts)), method.type])
-
-
-def _fold_to_root(
-    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int
+def _fold(
+    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int | None
 ) -> None:
+    """:func:`_reduce_flat` by the kernel."""
     size = group.size
+    function, rest = ("Allgather", ()) if root is None else ("Gather", (root,))
     if source.nbytes * size <= ALLGATHER_LIMIT:
-        if out is None:
-            group.execute("Gather", [source, method.type], None, root)
-            return
-        gathered = np.empty(source.size * size, source.dtype)
-        group.execute("Gather", [source, method.type], [gathered, method.type], root)
-        method.kernel.combine(
-            [gathered[i * out.size : (i + 1) * out.size] for i in range(size)], out, disjoint=True
-        )
+        gathered = None if out is None else np.empty(source.size * size, source.dtype)
+        target: Any = None if out is None else [gathered, method.type]
+        group.execute(function, [source, method.type], target, *rest)
+        if out is not None and gathered is not None:
+            method.kernel.combine(split(gathered, [out.size] * size), out, disjoint=True)
         return
     step = _step(source, size)
     for start in range(0, source.size, step):
         segment = source[start : start + step]
         counts = _shares(segment.size, size)
         share = _fold_share(group, method, segment, counts)
-        target = None
-        if out is not None:
-            target = [out[start : start + step], (counts, offsets(counts)), method.type]
-        group.execute("Gatherv", [share, method.type], target, root)
+        target = None if out is None else v_argument(out[start : start + step], counts, method.type)
+        group.execute(f"{function}v", [share, method.type], target, *rest)
 
 
 def _fold_chunks(

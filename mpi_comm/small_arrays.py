@@ -14,11 +14,10 @@ import numpy as np
 
 from mpi_comm.collectives import even_size
 from mpi_comm.group_communicator import GroupCommunicator
-from mpi_comm.reductions import flat_of
 from unicoll.arrays.kernels import Flat, kernel_for
 from unicoll.arrays.types import DType
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import split
+from unicoll.backend.fallbacks import flat_of, split
 from unicoll.backend.ops import Op
 from unicoll.backend.size_agreement import shape_hash
 

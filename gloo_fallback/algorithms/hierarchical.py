@@ -30,20 +30,18 @@ from gloo_fallback.algorithms.hierarchy_reduction import chunk_elements, reduce_
 from gloo_fallback.algorithms.operands import (
     NodeSums,
     blocks_of,
-    bounds_of,
     exchanged_blocks,
-    flat_of,
-    kernel_of,
 )
 from gloo_fallback.algorithms.over_sockets import SMALL, codec_of
 from gloo_fallback.algorithms.rings import SEGMENT, chain_broadcast, chain_reduce, chain_scan
-from gloo_fallback.algorithms.shared_memory_all_to_all import BlockExchange
+from gloo_fallback.algorithms.shared_memory import BlockExchange
 from gloo_fallback.shm.slots import SLOT
 from gloo_fallback.transport.connections import SubsetConnections
 from gloo_fallback.transport.exchange import bytes_of
 from unicoll.arrays.compression import BLOCK
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
+from unicoll.backend.fallbacks import even_parts, flat_of, kernel_of
 from unicoll.backend.size_agreement import shape_hash
 
 
@@ -120,9 +118,7 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
         return
 
     def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
-        bounds = bounds_of(sums.size, internode.size)
-        blocks = [sums[a:b] for a, b in pairwise(bounds)]
-        results = [result[a:b] for a, b in pairwise(bounds)]
+        blocks, results = even_parts(sums, internode.size), even_parts(result, internode.size)
         over_sockets.reduce_scatter_blocks(
             internode, NodeSums(kernel, hierarchy.size), blocks, results[internode.rank]
         )

@@ -1,4 +1,4 @@
-"""What the algorithms take from a call: its arrays in one dimension, their blocks, and the kernel of its reduction."""
+"""The blocks of the arrays of a call, and the reduction of sums of hosts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,12 @@ import numpy as np
 
 from gloo_fallback.shm.peer_memory import address_of
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.kernels import Flat, Kernel, kernel_for
-from unicoll.arrays.types import DType
+from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
+from unicoll.backend.fallbacks import flat_of, split
 
 _COPIED = 1 << 14
 """Maximum bytes of a list of arrays for which a copy is faster than the search for overlaps."""
-
-
-def flat_of(buffer: Buffer) -> Flat:
-    """The memory of a buffer as a 1-D array."""
-    assert buffer.flat is not None
-    return buffer.flat
-
-
-def kernel_of(call: Call) -> Kernel:
-    """The reduction kernel of a call."""
-    dtype: DType | None = call.dtype
-    assert dtype is not None
-    assert call.reduce is not None
-    return kernel_for(dtype, call.reduce)
 
 
 def bounds_of(count: int, parts: int) -> list[int]:
@@ -46,15 +32,7 @@ def split_blocks(buffers: Sequence[Buffer], counts: Sequence[int], single: bool)
     """One block per rank: a list of arrays, or with ``single`` the parts of one array with ``counts`` elements."""
     if not single:
         return [flat_of(b) for b in buffers]
-    return _parts(flat_of(buffers[0]), counts)
-
-
-def _parts(flat: Flat, counts: Sequence[int]) -> list[Flat]:
-    blocks, start = [], 0
-    for count in counts:
-        blocks.append(flat[start : start + count])
-        start += count
-    return blocks
+    return split(flat_of(buffers[0]), counts)
 
 
 def blocks_of(buffers: Sequence[Buffer], single: bool, ranks: int) -> list[Flat]:
@@ -74,7 +52,7 @@ def exchanged_blocks(call: Call) -> tuple[list[Flat], list[Flat]]:
     if call.op.joined:
         overlap = np.may_share_memory(flat_of(call.inputs[0]), flat_of(call.outputs[0]))
     elif sum(call.in_counts) * sources[0].itemsize <= _COPIED:
-        return _parts(np.concatenate(sources), call.in_counts), targets
+        return split(np.concatenate(sources), call.in_counts), targets
     else:
         overlap = _overlap(sources, targets)
     return [source.copy() for source in sources] if overlap else sources, targets

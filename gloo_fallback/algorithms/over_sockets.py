@@ -19,8 +19,6 @@ from gloo_fallback.algorithms.operands import (
     blocks_of,
     bounds_of,
     exchanged_blocks,
-    flat_of,
-    kernel_of,
 )
 from gloo_fallback.algorithms.rings import (
     chain_broadcast,
@@ -34,6 +32,7 @@ from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.compression import Codec, codec_for
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
+from unicoll.backend.fallbacks import even_parts, flat_of, kernel_of
 from unicoll.backend.group_state import GroupState
 from unicoll.backend.size_agreement import shape_hash
 from unicoll.errors import CollectiveMismatchError
@@ -121,9 +120,7 @@ def all_reduce(connections: Connections, call: Call) -> None:
     if codec is not None:
         compressed.all_reduce(connections, kernel, codec, source, out)
         return
-    bounds = bounds_of(source.size, connections.size)
-    blocks = [source[bounds[i] : bounds[i + 1]] for i in range(connections.size)]
-    results = [out[bounds[i] : bounds[i + 1]] for i in range(connections.size)]
+    blocks, results = even_parts(source, connections.size), even_parts(out, connections.size)
     reduce_scatter_blocks(connections, kernel, blocks, results[connections.rank])
     all_gather_blocks(connections, results)
 

@@ -8,12 +8,12 @@ complete Slurm row is used.
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unicoll.bootstrap.launcher_table import LAUNCHERS, TORCH_STYLE, Environ, LauncherRow
-from unicoll.bootstrap.slurm_lists import expand_counts, expand_nodelist
 from unicoll.errors import DistArgumentError
 from unicoll.net.interfaces import parse_port
 
@@ -174,7 +174,7 @@ def _master(
         address = "127.0.0.1"
         sources.append("all ranks are on one host")
     elif nodelist is not None:
-        address = expand_nodelist(environ[nodelist], limit=1)[0]
+        address = first_host(environ[nodelist])
         sources.append(f"first host of {nodelist}={environ[nodelist]}")
     if port is not None:
         sources.append("MASTER_PORT")
@@ -267,9 +267,48 @@ def _local_size(
     if text.isdigit():
         size = _number(name, environ)
     else:
-        counts = expand_counts(name, text)
+        counts = tasks_by_node(name, text)
         if node_rank is None or node_rank >= len(counts):
             return None
         size = counts[node_rank]
     used[name] = text
     return size
+
+
+def first_host(text: str) -> str:
+    """The first host of a list in Slurm's notation, such as ``"n[08-11,20],gpu-a[0-1]b[2,4]"``.
+
+    Commas outside brackets separate patterns. A bracket holds numbers and ranges, and a pattern any number of brackets.
+
+    Raises:
+        DistArgumentError: the text is not such a list.
+    """
+
+    def first_number(bracket: re.Match[str]) -> str:
+        item = bracket[1].partition(",")[0]
+        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", item)
+        if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
+            raise DistArgumentError(
+                f"the node list {text!r} has {item!r} where a number or a range should be"
+            )
+        return found[1]
+
+    if re.search(r"\[[^\]]*\[|\][^\[]*\]|^[^\[]*\]|\[[^\]]*$", text):
+        raise DistArgumentError(f"the node list {text!r} has brackets that do not match")
+    patterns = [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+    if not patterns:
+        raise DistArgumentError(f"the node list {text!r} names no host")
+    return re.sub(r"\[([^\]]*)\]", first_number, patterns[0])
+
+
+def tasks_by_node(name: str, text: str) -> list[int]:
+    """Slurm's ``"2(x3),1"`` as ``[2, 2, 2, 1]``; ``name`` is the variable, for errors."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise DistArgumentError(
+                f"{name}={text} is neither a number nor a list of tasks by node, such as 2(x3),1"
+            )
+        counts.extend([int(match[1])] * int(match[2] or 1))
+    return counts
