@@ -32,6 +32,8 @@ from unicoll.backend.size_agreement import shape_hash
 WHOLE = 1 << 16
 """Arrays up to this size are reduced entirely by every rank, in one step; all blocks together up to this size are moved
 in one step with a plan."""
+_CHUNK = 1 << 18
+"""Bytes of a chunk that two ranks reduce: it stays in their caches."""
 _MAX_PLANS = 512
 _COUNTS = np.dtype(np.int64)
 _bytes_of = np.ndarray.tobytes
@@ -42,7 +44,7 @@ class Plan(NamedTuple):
 
     Attributes:
         write: the views of this rank's slot that get its data; None if the arrays are processed in chunks.
-        read: the views of the ranks' slots that have the data after the step.
+        read: the views of the ranks' slots that have the data after the step; a :class:`_PartsPlan`; or None.
         kernel: of a reduction.
         value: see :func:`~unicoll.backend.size_agreement.shape_hash`.
     """
@@ -51,6 +53,24 @@ class Plan(NamedTuple):
     read: Any
     kernel: Any = None
     value: int = 0
+
+
+class _PartsPlan(NamedTuple):
+    """The plan of a reduction of which each rank does a part.
+
+    Attributes:
+        write: for each other rank its part, and where it is in this rank's slot for the first step.
+        own: this rank's part.
+        contributions: where it is in the slots of all ranks after the first step.
+        result: where its result is in this rank's slot for the second step.
+        read: for each other rank its part, and where the result is after the second step.
+    """
+
+    write: list[tuple[slice, Flat]]
+    own: slice
+    contributions: list[Flat]
+    result: Flat
+    read: list[tuple[slice, Flat]]
 
 
 _CHUNKED = Plan(None, None)
@@ -100,15 +120,34 @@ def all_reduce(slots: Slots, call: Call) -> None:
         plan.kernel.combine(plan.read, out, True)
         return
     kernel = kernel_of(call)
-    if not (slots.may_be_direct(out.nbytes) and peer_memory.all_reduce(slots, call, kernel, source, out)):
-        _reduce_in_chunks(slots, call, kernel, source, out)
+    if slots.may_be_direct(out.nbytes):
+        if peer_memory.all_reduce(slots, call, kernel, source, out):
+            return
+        plan = _CHUNKED  # another slot is next now
+    _reduce_large(slots, call, plan, kernel, source, out)
 
 
 def _plan_all_reduce(slots: Slots, call: Call) -> Plan:
-    source = flat_of(call.inputs[0])
-    if source.nbytes * (slots.size - 1) > WHOLE:
+    source, size = flat_of(call.inputs[0]), slots.size
+    if source.nbytes * (size - 1) <= WHOLE:
+        return Plan(*slots.rows(source.size, source.dtype), kernel_of(call))
+    if size == 2 or source.nbytes > SLOT:
         return _CHUNKED
-    return Plan(*slots.rows(source.size, source.dtype), kernel_of(call))
+    dtype, parts = source.dtype, slices_of(np.diff(bounds_of(source.size, size)).tolist())
+    contributions = [slots.next_slot(r, 0, source.size, dtype) for r in range(size)]
+    results = [slots.later_slot(r, 0, part.stop - part.start, dtype) for r, part in enumerate(parts)]
+    rank, own = slots.rank, parts[slots.rank]
+    others = [r for r in range(size) if r != rank]
+    return Plan(
+        None,
+        _PartsPlan(
+            [(parts[r], contributions[rank][parts[r]]) for r in others],
+            own,
+            [contribution[own] for contribution in contributions],
+            results[rank],
+            [(parts[r], results[r]) for r in others],
+        ),
+    )
 
 
 def reduce(slots: Slots, call: Call) -> None:
@@ -123,8 +162,56 @@ def reduce(slots: Slots, call: Call) -> None:
             plan.kernel.combine(plan.read, out, True)
         return
     kernel = kernel_of(call)
-    if slots.symmetric is None or not peer_memory.reduce(slots, call, kernel, source, out):
+    if slots.symmetric is not None:
+        if peer_memory.reduce(slots, call, kernel, source, out):
+            return
+        plan = _CHUNKED  # another slot is next now
+    _reduce_large(slots, call, plan, kernel, source, out)
+
+
+def _reduce_large(
+    slots: Slots, call: Call, plan: Plan, kernel: Kernel, source: Flat, out: Flat | None
+) -> None:
+    """The reduction to the ranks that pass ``out``.
+
+    Two ranks reduce everything: that takes one step, and no result is copied. More ranks reduce a part each.
+    """
+    if slots.size == 2:
+        _reduce_by_both(slots, call, kernel, source, out)
+    elif plan.read is not None:
+        _reduce_in_parts(slots, call, plan.read, kernel, source, out)
+    else:
         _reduce_in_chunks(slots, call, kernel, source, out)
+
+
+def _reduce_by_both(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | None) -> None:
+    """Two ranks copy a chunk to their slots, and reduce it from their own array and the other's slot."""
+    rank, dtype, chunk_size = slots.rank, source.dtype, _CHUNK // source.itemsize
+    for start in range(0, source.size, chunk_size):
+        chunk = source[start : start + chunk_size]
+        slots.next_slot(rank, 0, chunk.size, dtype)[...] = chunk
+        slots.sync_step(None if start else call)
+        if out is not None:
+            other = slots.last_slot(1 - rank, 0, chunk.size, dtype)
+            both = [other, chunk] if rank else [chunk, other]
+            kernel.combine(both, out[start : start + chunk_size])
+
+
+def _reduce_in_parts(
+    slots: Slots, call: Call, plan: _PartsPlan, kernel: Kernel, source: Flat, out: Flat | None
+) -> None:
+    """An array that fits a slot: each rank reduces its part of all arrays in one step, and publishes it in another."""
+    for part, view in plan.write:
+        view[...] = source[part]
+    slots.sync_step(call)
+    contributions = [*plan.contributions]
+    contributions[slots.rank] = source[plan.own]
+    kernel.combine(contributions, plan.result, disjoint=True)
+    slots.sync_step()
+    if out is not None:
+        out[plan.own] = plan.result
+        for part, view in plan.read:
+            out[part] = view
 
 
 def _reduce_in_chunks(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | None) -> None:

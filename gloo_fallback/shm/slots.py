@@ -128,6 +128,10 @@ class Slots:
         """``count`` elements at byte ``start`` of a rank's slot for the last step."""
         return self._slot(self.step & 1, rank, start, count, dtype)
 
+    def later_slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any]) -> Flat:
+        """``count`` elements at byte ``start`` of a rank's slot for the step after the next one."""
+        return self._slot(self.step & 1, rank, start, count, dtype)
+
     def _slot(self, turn: int, rank: int, start: int, count: int, dtype: np.dtype[Any]) -> Flat:
         key = turn, rank, start, count, dtype
         view = self._views.get(key)
