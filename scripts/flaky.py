@@ -1,8 +1,8 @@
 """Runs the tests on a loaded machine and counts failures by test; see scripts/flaky.
 
 Beside the tests run busy processes and jobs of the library; with ``--pauses`` processes that the tests have started are
-stopped for 0.3 to 2.5 s now and then; then also a process that its test has stopped goes on. Every run has another order
-of tests and another seed.
+stopped for 0.3 to 2.5 s now and then, after which a process goes on that its test may have stopped, too. Every run has
+another order of tests and another seed.
 """
 
 from __future__ import annotations
