@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import unicoll as dist
 from tests.nccl.nccl_jobs import error_of
 from tests.simulated_nccl import arrays
 from tests.simulated_nccl.ranks import run
+from tests.support.on_ranks import on_ranks
 
 DETAIL = {"UNICOLL_DEBUG": "DETAIL", "UNICOLL_LOG_LEVEL": "warning"}
 
@@ -72,57 +74,48 @@ def test_calls_that_differ_raise_the_same_error_on_all_ranks(async_op: bool) -> 
     assert "different collectives" in batches
 
 
-def late() -> str:
-    """Rank 1 does not come."""
+@on_ranks(3, start=run, env=DETAIL)
+def test_a_rank_that_does_not_come_is_named() -> None:
     group = dist.new_group()
     x = arrays.full(2, 1.0)
-    said = "" if dist.get_rank() == 1 else error_of(lambda: dist.all_reduce(x, group=group, timeout=0.5))
-    dist.barrier()
-    dist.destroy_process_group(group)
-    return said
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    first, _, third = run(3, late, env=DETAIL)
-    for said in (first, third):
+    if dist.get_rank() != 1:
+        said = error_of(lambda: dist.all_reduce(x, group=group, timeout=0.5))
         assert said.startswith("OperationTimeoutError")
         assert "missing: rank 1" in said
+    dist.barrier()
+    dist.destroy_process_group(group)
 
 
-def equal() -> list[Any]:
-    """Calls that agree, blocking and in the background, in groups that are made in all ways; and a refused one."""
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl", "cuda:nccl"])
+@on_ranks(3, start=partial(run, bound=True), env=DETAIL, options=["backend"])
+def test_calls_that_agree(backend: str) -> None:
+    """Blocking and in the background, in groups that are made in all ways; and a refused one."""
     me, n = dist.get_rank(), dist.get_world_size()
-    found: list[Any] = []
+    sums = []
     for group in (None, dist.new_group(), dist.split_group(split_ranks=[[0, 1], [2]])):
         x = arrays.full(4, me + 1.0)
         dist.all_reduce(x, group=group, async_op=True).wait()
         dist.all_reduce_coalesced([x, arrays.full(2, 1.0)], group=group)
-        found.append(x.numpy().tolist())
+        sums.append(x.numpy().tolist())
+    assert sums == [[18.0] * 4, [18.0] * 4, ([6.0] * 4 if me < 2 else [3.0] * 4)]
     y, x = arrays.full(n, -1.0), arrays.full(n, float(me))
     dist.all_to_all_single(y, x)
-    found.append(y.numpy().tolist())
+    assert y.numpy().tolist() == [0.0, 1.0, 2.0]
     whole = [arrays.full(2, -1.0) for _ in range(n)]
     wrong = [whole[0], arrays.full(2, -1, np.int32), whole[2]]  # the root refuses its list
-    found.append(error_of(lambda: dist.gather(arrays.full(2, 1.0), wrong if me == 0 else None, 0)))
+    refused = error_of(lambda: dist.gather(arrays.full(2, 1.0), wrong if me == 0 else None, 0))
+    assert refused.startswith("DistTypeError" if me == 0 else "DistArgumentError: ")
+    assert me == 0 or "rank 0, the root, refused its call" in refused
     dist.gather(arrays.full(2, float(me)), whole if me == 0 else None, 0)
-    return [*found, [one.numpy().tolist() for one in whole]]
+    if me == 0:
+        assert [one.numpy().tolist() for one in whole] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
 
 
-@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl", "cuda:nccl"])
-def test_calls_that_agree(backend: str) -> None:
-    for me, found in enumerate(run(3, equal, backend=backend, bound=True, env=DETAIL)):
-        world, first, half, exchanged, refused, gathered = found
-        assert world == first == [18.0] * 4
-        assert half == ([6.0] * 4 if me < 2 else [3.0] * 4)
-        assert exchanged == [0.0, 1.0, 2.0]
-        assert refused.startswith("DistTypeError" if me == 0 else "DistArgumentError: ")
-        if me == 0:
-            assert gathered == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
-        else:
-            assert "rank 0, the root, refused its call" in refused
-
-
-def other_level() -> str:
+@pytest.mark.every(2)
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
+@pytest.mark.parametrize("bound", [False, True])
+@on_ranks(3, start=run, options=["backend", "bound"])
+def test_a_level_that_differs_between_ranks_is_refused_on_all(backend: str, bound: bool) -> None:
     """Rank 1 alone has DETAIL when a group is made, and the others use it."""
     if dist.get_rank() == 1:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -135,38 +128,24 @@ def other_level() -> str:
 
     said = error_of(attempt)
     dist.set_debug_level(dist.DebugLevel.OFF)
-    return said
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
-@pytest.mark.parametrize("bound", [False, True])
-def test_a_level_that_differs_between_ranks_is_refused_on_all(backend: str, bound: bool) -> None:
-    for said in run(3, other_level, backend=backend, bound=bound):
-        assert said.startswith("DistArgumentError")
-        assert "(rank 0: OFF, rank 1: DETAIL, rank 2: OFF)" in said
-
-
-def later_level(made_with: str, later: str) -> tuple[list[Any], str]:
-    """Rank 1 alone changes its level after a group was made: results of the group, and what a wrong call raises."""
-    dist.set_debug_level(dist.DebugLevel[made_with])
-    group = dist.new_group()
-    results = [_sum(group=group)]
-    if dist.get_rank() == 1:
-        dist.set_debug_level(dist.DebugLevel[later])
-    results.append(_sum(group=group))
-    said = ""
-    if made_with == "DETAIL":
-        said = error_of(lambda: _sum(2 + dist.get_rank(), group, async_op=False)).partition(":")[0]
-    dist.set_debug_level(dist.DebugLevel.OFF)
-    return results, said
+    assert said.startswith("DistArgumentError")
+    assert "(rank 0: OFF, rank 1: DETAIL, rank 2: OFF)" in said
 
 
 @pytest.mark.parametrize(
     ("made_with", "later", "error"), [("OFF", "DETAIL", ""), ("DETAIL", "OFF", "CollectiveMismatchError")]
 )
+@on_ranks(2, start=run, env={"UNICOLL_LOG_LEVEL": "warning"})
 def test_a_later_level_of_one_rank_leaves_the_comparison_as_it_was(
     made_with: str, later: str, error: str
 ) -> None:
-    env = {"UNICOLL_LOG_LEVEL": "warning"}
-    assert run(2, later_level, made_with, later, env=env) == [([[2.0] * 2] * 2, error)] * 2
+    dist.set_debug_level(dist.DebugLevel[made_with])
+    group = dist.new_group()
+    assert _sum(group=group) == [2.0] * 2
+    if dist.get_rank() == 1:
+        dist.set_debug_level(dist.DebugLevel[later])
+    assert _sum(group=group) == [2.0] * 2
+    if error:
+        said = error_of(lambda: _sum(2 + dist.get_rank(), group, async_op=False))
+        assert said.startswith(f"{error}: ")
+    dist.set_debug_level(dist.DebugLevel.OFF)

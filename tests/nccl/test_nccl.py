@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.nccl.nccl_jobs import backend_of, calling, connect, error_of, new_gro
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.ranks import SimulatedJob, run
 from tests.support import worker
+from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
 from tests.support.ranks import Pool, joined, pools
 from tests.support.worker import leave
@@ -31,8 +33,9 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
 # --- arrays, calls and streams ----------------------------------------------------------------------------------------
 
 
-def mixed() -> dict[str, Any]:
-    """Device arrays, host arrays, objects and a barrier in the default group."""
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+@on_ranks(2, start=run, options=["backend"])
+def test_host_arrays_objects_and_barriers_use_another_backend(backend: str) -> None:
     me = dist.get_rank()
     x, host = arrays.full(4, me + 1, np.float32), np.full(3, me + 1.0)
     dist.all_reduce(x)
@@ -40,40 +43,23 @@ def mixed() -> dict[str, Any]:
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, {"rank": me})
     dist.barrier()
-    return {
-        "device": x.numpy().tolist(),
-        "host": host.tolist(),
-        "objects": objects,
-        "backend": dist.get_backend(),
-        "config": dist.get_backend_config(),
-        "explained": dist.explain(),
-    }
+    assert (x.numpy().tolist(), host.tolist()) == ([3.0] * 4, [3.0] * 3)
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    assert dist.get_backend() == backend
+    assert "cuda:nccl" in dist.get_backend_config()
+    assert "NCCL 2.30.7 (simulated/libnccl.so.2) on cuda:" in dist.explain()
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_host_arrays_objects_and_barriers_use_another_backend(backend: str) -> None:
-    for found in run(2, mixed, backend=backend):
-        assert (found["device"], found["host"]) == ([3.0] * 4, [3.0] * 3)
-        assert found["objects"] == [{"rank": 0}, {"rank": 1}]
-        assert found["backend"] == backend
-        assert "cuda:nccl" in found["config"]
-        assert "NCCL 2.30.7 (simulated/libnccl.so.2) on cuda:" in found["explained"]
-
-
-def alone() -> str:
-    """The barriers of a group with NCCL alone, and its error for a host array."""
+@on_ranks(2)
+def test_a_group_of_nccl_alone_has_a_barrier_and_refuses_host_arrays() -> None:
     group = new_group()
     dist.barrier(group=group)
     work = dist.barrier(group=group, async_op=True)
     work.wait()
     assert work.is_completed()
-    return error_of(lambda: dist.all_reduce(np.ones(2), group=group))
-
-
-def test_a_group_of_nccl_alone_has_a_barrier_and_refuses_host_arrays(pool: Callable[[int], Pool]) -> None:
-    for said in pool(2).run(alone):
-        assert "no backend of group" in said
-        assert "serves cpu arrays" in said
+    said = error_of(lambda: dist.all_reduce(np.ones(2), group=group))
+    assert "no backend of group" in said
+    assert "serves cpu arrays" in said
 
 
 def enqueue_all_operations() -> list[Any]:
@@ -120,7 +106,8 @@ def test_no_call_blocks_the_host(pool: Callable[[int], Pool]) -> None:
     assert pool(2).run(enqueue_all_operations) == [[False, True]] * 2
 
 
-def gathered_into_lists() -> list[list[float]]:
+@on_ranks(2)
+def test_contiguous_and_other_lists_are_gathered_by_the_same_calls() -> None:
     """Rank 0's list is contiguous in memory, the others' are not."""
     me, n = dist.get_rank(), dist.get_world_size()
     whole = arrays.full(8 * n, -1.0)
@@ -130,14 +117,11 @@ def gathered_into_lists() -> list[list[float]]:
         work = dist.all_gather(into, arrays.full(4, float(me + async_op)), async_op=async_op)
         if work is not None:
             work.wait()
-    return [part.numpy().tolist() for part in into]
+    assert [part.numpy().tolist() for part in into] == [[1.0] * 4, [2.0] * 4]
 
 
-def test_contiguous_and_other_lists_are_gathered_by_the_same_calls(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(gathered_into_lists) == [[[1.0] * 4, [2.0] * 4]] * 2
-
-
-def messages() -> tuple[list[float], list[str]]:
+@on_ranks(2)
+def test_messages() -> None:
     """A message to oneself in a batch, and refused calls."""
     me = dist.get_rank()
     other = 1 - me
@@ -147,35 +131,22 @@ def messages() -> tuple[list[float], list[str]]:
     ops += [dist.P2POp(dist.isend, own, me), dist.P2POp(dist.irecv, mine, me)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    attempts: list[Callable[[], Any]] = [
-        lambda: dist.send(x, dst=other, tag=3),
-        lambda: dist.recv(y),
-        lambda: dist.recv(y, other, tag=None),
-        lambda: dist.recv(y, other, status=dist.Status()),
-        lambda: dist.send(x, me),
-        lambda: dist.batch_isend_irecv([*ops, dist.P2POp(dist.isend, own, me)]),
-        lambda: dist.batch_isend_irecv([ops[2], dist.P2POp(dist.irecv, y, me)]),
-    ]
-    refused = [error_of(attempt) for attempt in attempts]
-    connect()
-    return [*y.numpy().tolist(), *mine.numpy().tolist()], refused
-
-
-def test_messages(pool: Callable[[int], Pool]) -> None:
     differ = "batch_isend_irecv: messages to oneself and their receives differ: sent is int32[3]"
-    expected = [
-        "NCCL has no tags",
-        "cannot receive from any rank",
-        "backend nccl does not support tag=None",
-        "backend nccl does not support status",
-        "backend nccl supports messages to oneself only in a batch with their receives",
-        differ,
-        differ,
-    ]
-    for me, (received, refused) in enumerate(pool(2).run(messages)):
-        assert received == [1 - me] * 5 + [10 + me] * 3
-        for said, words in zip(refused, expected, strict=True):
-            assert words in said
+    for call, words in (
+        (lambda: dist.send(x, dst=other, tag=3), "NCCL has no tags"),
+        (lambda: dist.recv(y), "cannot receive from any rank"),
+        (lambda: dist.recv(y, other, tag=None), "backend nccl does not support tag=None"),
+        (lambda: dist.recv(y, other, status=dist.Status()), "backend nccl does not support status"),
+        (
+            lambda: dist.send(x, me),
+            "backend nccl supports messages to oneself only in a batch with their receives",
+        ),
+        (lambda: dist.batch_isend_irecv([*ops, dist.P2POp(dist.isend, own, me)]), differ),
+        (lambda: dist.batch_isend_irecv([ops[2], dist.P2POp(dist.irecv, y, me)]), differ),
+    ):
+        assert words in (said := error_of(call)), said
+    connect()
+    assert [*y.numpy(), *mine.numpy()] == [1 - me] * 5 + [10 + me] * 3
 
 
 def captured() -> list[Any]:
@@ -204,89 +175,78 @@ def test_operations_are_recorded_into_graphs(pool: Callable[[int], Pool]) -> Non
         assert (x, y) == ([4.0] * 4, [6.0] * 4)
 
 
-def told_of_the_end() -> list[Any]:
-    """A future, and a callback, of an asynchronous operation."""
+@on_ranks(2)
+def test_futures_and_callbacks_are_completed() -> None:
     x = arrays.full(2, 1.0)
     called = threading.Event()
     work = dist.all_reduce(x, async_op=True)
     work.add_done_callback(called.set)
     (result,) = work.get_future().result(timeout=20)
-    return [called.wait(60), result is x, x.numpy().tolist()]
-
-
-def test_futures_and_callbacks_are_completed(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(told_of_the_end) == [[True, True, [2.0, 2.0]]] * 2
+    assert called.wait(60)
+    assert result is x
+    assert x.numpy().tolist() == [2.0, 2.0]
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def on_devices_of_their_own_after_all() -> tuple[str, list[float]]:
-    """Both ranks begin with an array on device 0, which is refused, and then use a device each."""
-    said, values = "", []
+@on_ranks(2, start=run)
+def test_after_an_array_on_the_same_device_is_refused_a_device_each_works() -> None:
+    said = ""
     for device in (0, dist.get_rank()):
         with arrays.device(device):
             x = arrays.full(2, 1.0)
             said = said or error_of(lambda x=x: dist.all_reduce(x))
     dist.all_reduce(x)
-    values = x.numpy().tolist()
-    return said, values
+    assert "on the same device" in said
+    assert x.numpy().tolist() == [2.0, 2.0]
 
 
-def shared_device() -> str:
-    """All ranks are on one device."""
-    return error_of(lambda: dist.all_reduce(arrays.full(2, 1.0)))
+@on_ranks(2, start=partial(run, devices="shared"))
+def test_ranks_that_see_the_same_one_device_are_refused() -> None:
+    said = error_of(connect)
+    assert "rank 0 (pid " in said
+    assert "rank 1 (pid " in said
+    assert "on the same device" in said
 
 
-def test_two_ranks_on_one_device_are_refused_unless_requested() -> None:
-    for said, values in run(2, on_devices_of_their_own_after_all):
-        assert "on the same device" in said
-        assert values == [2.0, 2.0]
-    for said in run(2, shared_device, devices="shared"):
-        assert "rank 0 (pid " in said
-        assert "rank 1 (pid " in said
-        assert "on the same device" in said
-    on_request = run(2, shared_device, devices="shared", env={"UNICOLL_NCCL_SHARE_DEVICE": "1"})
-    assert on_request == ["nothing", "nothing"]
-
-
-def other_device() -> str:
-    """An array on a device that the group is not bound to."""
+@on_ranks(2, start=partial(run, devices="shared"), env={"UNICOLL_NCCL_SHARE_DEVICE": "1"})
+def test_ranks_share_a_device_on_request() -> None:
     connect()
-    return error_of(lambda: dist.all_reduce(arrays.full(2, 1.0, on=1 - dist.get_rank())))
 
 
-def test_an_array_on_another_device_is_refused(pool: Callable[[int], Pool]) -> None:
-    for me, said in enumerate(pool(2).run(other_device)):
-        assert said.startswith("DistArgumentError")
-        assert f"the array is on cuda:{1 - me}" in said
-        assert f"bound to cuda:{me}" in said
+@on_ranks(2)
+def test_an_array_on_another_device_is_refused() -> None:
+    connect()
+    me = dist.get_rank()
+    said = error_of(lambda: dist.all_reduce(arrays.full(2, 1.0, on=1 - me)))
+    assert said.startswith("DistArgumentError")
+    assert f"the array is on cuda:{1 - me}" in said
+    assert f"bound to cuda:{me}" in said
 
 
-def on_a_default_stream(handle: int) -> list[Any]:
+@pytest.mark.parametrize("handle", [0, 1, 2])
+@on_ranks(2)
+def test_default_streams_are_those_of_the_arrays_device(handle: int) -> None:
     """Calls while another device is current; the arrays are ordered by a default stream of the group's device."""
-    me, n = dist.get_rank(), dist.get_world_size()
+    me = dist.get_rank()
     with arrays.Stream(handle=handle):
         x = arrays.full(2, 1.0)
-        with arrays.device((me + 1) % n):
+        with arrays.device(1 - me):
             dist.all_reduce(x)
             work = dist.all_reduce(x, async_op=True)
             work.wait()
             work.synchronize()
-        return [x.numpy().tolist(), ranks.simulation().cuda.current_device()]
-
-
-@pytest.mark.parametrize("handle", [0, 1, 2])
-def test_default_streams_are_those_of_the_arrays_device(handle: int, pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(on_a_default_stream, handle) == [[[4.0, 4.0], 0], [[4.0, 4.0], 1]]
+        assert x.numpy().tolist() == [4.0, 4.0]
+        assert ranks.simulation().cuda.current_device() == me
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
-def without_waiting() -> list[list[float]]:
-    """A group whose communicator is non-blocking, its parts, for which NCCL returns success before it has made them,
-    and a part that outlives it."""
+@on_ranks(3, start=run)
+def test_non_blocking_communicators_are_split_and_shrunk() -> None:
+    """Also a part for which NCCL returns success before it has made it, and one that outlives the group."""
     me = dist.get_rank()
     options = {"blocking": False}
     group = new_group(**options)
@@ -294,85 +254,68 @@ def without_waiting() -> list[list[float]]:
     dist.all_reduce(x, group=group)
     dist.all_reduce(x, group=group, async_op=True).wait()
     dist.all_reduce_coalesced([x, arrays.full(2, 1.0)], group=group)
-    found = [x.numpy().tolist()]
+    assert x.numpy().tolist() == [27.0] * 3
     part: Any = dist.split_group(group, [[0, 2]], pg_options=options)
     smaller: Any = group.shrink([0], pg_options=options) if me else None
     dist.destroy_process_group(group)
+    sums = []
     for each in (part, smaller):
         if each is not None:
             y = arrays.full(1, me + 1.0)
             dist.all_reduce(y, group=each)
-            found.append(y.numpy().tolist())
+            sums.append(y.numpy().tolist())
             dist.destroy_process_group(each)
-    return found
+    assert sums == [[[4.0]], [[5.0]], [[4.0], [5.0]]][me]
 
 
-def test_non_blocking_communicators_are_split_and_shrunk() -> None:
-    assert run(3, without_waiting) == [[[27.0] * 3, *parts] for parts in ([[4.0]], [[5.0]], [[4.0], [5.0]])]
-
-
-def split_groups() -> list[Any]:
-    """Groups split from a group that connected when it was made, and the colors that NCCL gets."""
-    me, n = dist.get_rank(), dist.get_world_size()
+@on_ranks(4, start=partial(run, backend="nccl", bound=True))
+def test_groups_are_split_from_one_that_has_connected() -> None:
+    """By the colors that NCCL gets."""
+    me = dist.get_rank()
     colors: list[Any] = []
     with calling("comm_split", lambda comm, color, key, config: colors.append(color)):
-        evens = dist.new_group(list(range(0, n, 2)))
-        halves = dist.split_group(split_ranks=[list(range(n // 2)), list(range(n // 2, n))])
+        evens = dist.new_group([0, 2])
+        halves = dist.split_group(split_ranks=[[0, 1], [2, 3]])
     x, y = arrays.full(2, me, np.float32), arrays.full(2, me, np.float32)
     if me % 2 == 0:
         dist.all_reduce(x, group=evens)
     dist.all_reduce(y, group=halves)
-    return [x.numpy().tolist(), y.numpy().tolist(), colors]
-
-
-def test_groups_are_split_from_one_that_has_connected() -> None:
-    for me, found in enumerate(run(4, split_groups, backend="nccl", bound=True)):
-        evens, halves = (2.0 if me % 2 == 0 else me), (1.0 if me < 2 else 5.0)
-        assert found == [[evens] * 2, [halves] * 2, [0 if me % 2 == 0 else None, 0 if me < 2 else 2]]
+    assert x.numpy().tolist() == [[2.0, 1.0, 2.0, 3.0][me]] * 2
+    assert y.numpy().tolist() == [[1.0, 1.0, 5.0, 5.0][me]] * 2
+    assert colors == [[0, 0], [None, 0], [0, 2], [None, 2]][me]
 
 
 # --- deadlines, deaths and errors of NCCL -----------------------------------------------------------------------------
 
 
-def miss(late: int) -> list[str]:
-    """All but one rank call an all_reduce with a deadline; the errors of the wait and of the next call."""
+@pytest.mark.every(2)
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
+@on_ranks(3, start=run, options=["backend"])
+def test_a_deadline_names_the_missing_ranks_and_fails_the_group_on_all(backend: str) -> None:
     connect()
     errors = []
-    if dist.get_rank() == late:
+    if dist.get_rank() == 1:
         await_true(lambda: backend_of()._state.error)
     else:
         work = dist.all_reduce(arrays.full(2, 1.0), async_op=True, timeout=1.0)
         errors = [error_of(work.synchronize)]
-    return [*errors, error_of(lambda: dist.all_reduce(arrays.full(2, 1.0)))]
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
-def test_a_deadline_names_the_missing_ranks_and_fails_the_group_on_all(backend: str) -> None:
-    first, late, third = run(3, miss, 1, backend=backend)
-    for errors in (first, third):
-        assert len(errors) == 2
         assert errors[0].startswith("OperationTimeoutError: all_reduce(float64[2]")
-        for error in errors:
-            assert "timed out after 1 s" in error
-            assert "missing: rank 1" in error
-    assert "missing: rank 1" in late[0]
+    errors.append(error_of(lambda: dist.all_reduce(arrays.full(2, 1.0))))
+    for error in errors:
+        assert "missing: rank 1" in error
+        assert dist.get_rank() == 1 or "timed out after 1 s" in error
 
 
-def differ() -> str:
+@on_ranks(2, start=run)
+def test_a_deadline_names_calls_that_differ() -> None:
     """Rank 1 passes more elements than the others, which NCCL does not notice."""
     connect()
     x = arrays.full(3 if dist.get_rank() == 1 else 2, 1.0)
     work = dist.all_reduce(x, async_op=True, timeout=1.0)
     said = error_of(work.synchronize)
     ranks.nccl().machine.mismatches.clear()
-    return said
-
-
-def test_a_deadline_names_calls_that_differ() -> None:
-    for said in run(2, differ):
-        assert "timed out after 1 s" in said
-        assert "the calls differ: rank " in said
+    assert "timed out after 1 s" in said
+    assert "the calls differ: rank " in said
 
 
 def wait_for_the_dead(victim: int) -> str:
@@ -420,8 +363,10 @@ def test_a_killed_rank_is_named_and_the_others_continue(version: int, join: str,
         assert [o.value for o in job.collect(30, others)] == [[], []]
 
 
-def sudden_error(code: int) -> str:
-    """NCCL reports an asynchronous error on rank 0."""
+@pytest.mark.parametrize(("code", "word"), [(6, "ncclRemoteError"), (2, "ncclSystemError")])
+@on_ranks(2, start=run)
+def test_an_asynchronous_error_of_nccl_fails_the_group_on_all_ranks(code: int, word: str) -> None:
+    """NCCL reports it on rank 0."""
     connect()
     dist.barrier()
     if dist.get_rank() == 0:
@@ -431,63 +376,51 @@ def sudden_error(code: int) -> str:
     while said == "nothing" and time.monotonic() < deadline:
         said = error_of(lambda: dist.all_reduce(arrays.full(2, 1.0), async_op=True).wait())
         time.sleep(0.02)
-    return said
-
-
-@pytest.mark.parametrize(("code", "word"), [(6, "ncclRemoteError"), (2, "ncclSystemError")])
-def test_an_asynchronous_error_of_nccl_fails_the_group_on_all_ranks(code: int, word: str) -> None:
-    for said in run(2, sudden_error, code):
-        assert word in said
+    assert word in said
 
 
 # --- what some versions or devices of NCCL lack -----------------------------------------------------------------------
 
 
-def average_of_float8() -> list[float]:
-    """The average of float8 over this group, which has one rank in some tests."""
+needs_float8 = pytest.mark.skipif(find_spec("ml_dtypes") is None, reason="ml_dtypes is not installed")
+
+
+@needs_float8
+@pytest.mark.parametrize(("size", "average"), [(1, 1.0), (2, 1.5)])
+@on_ranks(start=run)
+def test_float8_is_averaged_by_one_rank_and_by_several(size: int, average: float) -> None:
+    """NCCL refuses the average of float8 in a group of one rank."""
     import ml_dtypes
 
     x = arrays.full(3, dist.get_rank() + 1.0, ml_dtypes.float8_e5m2)
     dist.all_reduce(x, op=dist.ReduceOp.AVG)
     dist.reduce(x, 0, op=dist.ReduceOp.AVG)
-    return [float(value) for value in x.numpy()[:1]]
+    assert dist.get_rank() > 0 or float(x.numpy()[0]) == average
 
 
-@pytest.mark.parametrize(("size", "average"), [(1, 1.0), (2, 1.5)])
-def test_float8_is_averaged_by_one_rank_and_by_several(size: int, average: float) -> None:
-    """NCCL refuses the average of float8 in a group of one rank."""
-    pytest.importorskip("ml_dtypes")
-    assert run(size, average_of_float8)[0] == [average]
-
-
-def float8_on_different_devices() -> list[Any]:
-    """Operations on float8 in a group with all ranks, whose last one has an older device, and in one without it."""
+@needs_float8
+@on_ranks(3, start=partial(run, backend="nccl", bound=True, capabilities=((9, 0), (10, 0), (8, 0))))
+def test_float8_is_reduced_if_the_devices_of_all_members_can() -> None:
+    """A group with all ranks, whose last one has an older device, and one without it."""
     import ml_dtypes
 
     x = arrays.full(2, 1.0, ml_dtypes.float8_e5m2)
     said = error_of(lambda: dist.all_reduce(x))
-    batch = error_of(lambda: dist.all_reduce_coalesced([x, x]))
+    assert "reduces float8_e5m2 on devices of compute capability 9.0 or later; that of rank 2 (" in said
+    assert said.endswith(" has 8.0")
+    assert error_of(lambda: dist.all_reduce_coalesced([x, x])) == said
     dist.broadcast(x, 0)
     group: Any = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)
-    return [said, batch == said, [float(value) for value in x.numpy()]]
+    assert [float(value) for value in x.numpy()] == [2.0 if dist.get_rank() < 2 else 1.0] * 2
 
 
-def test_float8_is_reduced_if_the_devices_of_all_members_can() -> None:
-    pytest.importorskip("ml_dtypes")
-    capabilities = ((9, 0), (10, 0), (8, 0))
-    found = run(3, float8_on_different_devices, backend="nccl", bound=True, capabilities=capabilities)
-    for rank, (said, same, values) in enumerate(found):
-        assert "reduces float8_e5m2 on devices of compute capability 9.0 or later; that of rank 2 (" in said
-        assert said.endswith(" has 8.0")
-        assert same
-        assert values == [2.0 if rank < 2 else 1.0] * 2
-
-
-def scaled_on_one_rank() -> list[tuple[str, str, int]]:
-    """Reductions with a factor in a group of one rank, of sizes around NCCL's blocks; those with wrong elements."""
+@pytest.mark.parametrize("version", [22809, 22907])
+@on_ranks(1, start=run, options=["version"])
+def test_one_rank_multiplies_all_elements_by_a_factor(version: int) -> None:
+    """Of sizes around NCCL's blocks: before 2.29.7 it omits the last elements of some sizes."""
     connect()
     factor = dist.ReduceOp.PREMUL_SUM(3)
     calls: dict[str, Any] = {
@@ -496,7 +429,6 @@ def scaled_on_one_rank() -> list[tuple[str, str, int]]:
         "reduce_scatter": lambda x, out: dist.reduce_scatter(out, [x], op=factor),
         "reduce_scatter_tensor": lambda x, out: dist.reduce_scatter_tensor(out, x, op=factor),
     }
-    wrong = []
     for dtype in ("int8", "float16", "float32", "complex64"):
         item = np.dtype(dtype).itemsize
         for count in (1, 16385 // item, 32770 // item, (1 << 19) // item + 9):
@@ -505,12 +437,4 @@ def scaled_on_one_rank() -> list[tuple[str, str, int]]:
                 x, out = arrays.array(values), arrays.empty(count, dtype)
                 call(x, out)
                 found = (out if name.startswith("reduce_scatter") else x).numpy()
-                if not np.array_equal(found, 3 * values):
-                    wrong.append((name, dtype, count))
-    return wrong
-
-
-@pytest.mark.parametrize("version", [22809, 22907])
-def test_one_rank_multiplies_all_elements_by_a_factor(version: int) -> None:
-    """Before 2.29.7 NCCL omits the last elements of some sizes."""
-    assert run(1, scaled_on_one_rank, version=version) == [[]]
+                assert np.array_equal(found, 3 * values), (name, dtype, count)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from nccl_comm.communicators import communicator
 from tests.nccl.nccl_jobs import busy, connect, error_of, new_group
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.ranks import run
+from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
 from unicoll.api import world
 
@@ -57,105 +59,61 @@ def _known() -> tuple[int, int]:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-def registered(blocking: bool) -> dict[str, Any]:
-    """Arrays, pools and memory of ncclMemAlloc, registered and deregistered."""
+@pytest.mark.parametrize("blocking", [True, False])
+@on_ranks(2, start=partial(run, policy="newest"))
+def test_memory_is_registered_until_closed(blocking: bool) -> None:
+    """Arrays, pools and memory of ncclMemAlloc."""
     group: Any = dist.new_group(pg_options={"blocking": blocking})
     x = arrays.full(1000, dist.get_rank() + 1.0)
-    found: dict[str, Any] = {}
     with group.register(x) as made:  # it connects the group
-        found["array"] = (made.nbytes, made.symmetric, made.closed, _known())
+        assert (made.nbytes, made.symmetric, made.closed, _known()) == (8000, False, False, (0, 1))
         work = dist.all_reduce(x, group=group, async_op=True)
     assert work.is_completed()  # closing waits for the operations
     work.wait()
-    found["closed"] = (made.closed, _known(), x.numpy()[:2].tolist())
+    assert (made.closed, _known(), x.numpy()[:2].tolist()) == (True, (0, 0), [3.0, 3.0])
     made.close()
     pool = _Pool(x, arrays.empty(500))
     with group.register(pool) as made:
-        found["pool"] = (made.nbytes, made.symmetric, _known())
+        assert (made.nbytes, made.symmetric, _known()) == (12000, False, (0, 2))
     own = _Own(4096)
     with group.register(own, symmetric=True) as made:
-        found["window"] = (made.nbytes, made.symmetric, _known())
-        found["twice"] = error_of(lambda: group.register(own, symmetric=True))
+        assert (made.nbytes, made.symmetric, _known()) == (4096, True, (1, 0))
+        assert "in a symmetric window of group" in error_of(lambda: group.register(own, symmetric=True))
     assert ranks.nccl().mem_free(own.ptr) == 0
     left = group.register(x)  # not closed
     del x, pool
     gc.collect()
-    found["left"] = _known()
+    assert _known() == (0, 1)
     dist.destroy_process_group(group)
-    found["after"] = (left.closed, _known())
+    assert (left.closed, _known()) == (True, (0, 0))
     left.close()
-    return found
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_memory_is_registered_until_closed(blocking: bool) -> None:
-    for found in run(2, registered, blocking, policy="newest"):
-        assert "in a symmetric window of group" in found.pop("twice")
-        assert found == {
-            "array": (8000, False, False, (0, 1)),
-            "closed": (True, (0, 0), [3.0, 3.0]),
-            "pool": (12000, False, (0, 2)),
-            "window": (4096, True, (1, 0)),
-            "left": (0, 1),
-            "after": (True, (0, 0)),
-        }
-
-
-def not_registered() -> list[str]:
-    """Errors for memory that cannot be registered, and for any in a group that has failed."""
+@on_ranks(2, start=run)
+def test_invalid_memory_is_not_registered() -> None:
+    """Nor any in a group that has failed."""
     group: Any = dist.group.WORLD
     connect()
     x = arrays.full((4, 4), 1.0)
     cupy_pool = SimpleNamespace(free_all_blocks=None)
-    said = [
-        error_of(lambda: group.register(x.T)),
-        error_of(lambda: group.register(np.ones(2))),
-        error_of(lambda: group.register(cupy_pool)),
-        error_of(lambda: group.register(_Pool())),
-        error_of(lambda: group.register(arrays.full(1, 1.0, on=1 - dist.get_rank()))),
-        error_of(lambda: group.register(x, symmetric=True)),
-        error_of(lambda: group.register("x")),
-    ]
+    assert "is not contiguous" in error_of(lambda: group.register(x.T))
+    for memory, words in (
+        (x.T, "DistArgumentError: register: float64[4, 4] on cuda:"),
+        (np.ones(2), "is not on a GPU"),
+        (cupy_pool, "DistTypeError: register: CuPy's memory pools do not list"),
+        (_Pool(), "the array or pool is empty"),
+        (arrays.full(1, 1.0, on=1 - dist.get_rank()), "is bound to cuda:"),
+        ("x", "DistTypeError: register: expected an array"),
+    ):
+        assert words in (said := error_of(partial(group.register, memory))), said
+    assert "not made by cuMemCreate" in error_of(lambda: group.register(x, symmetric=True))
     other = new_group()
     made = other.register(arrays.full(4, 1.0))
     dist.barrier()
     other.abort()
-    said.append(error_of(lambda: other.register(arrays.full(4, 1.0))))
+    assert "GroupAbortedError: " in error_of(lambda: other.register(arrays.full(4, 1.0)))
     made.close()
     assert made.closed
-    return said
-
-
-def test_invalid_memory_is_not_registered() -> None:
-    expected = (
-        "DistArgumentError: register: float64[4, 4] on cuda:",
-        "is not on a GPU",
-        "DistTypeError: register: CuPy's memory pools do not list",
-        "the array or pool is empty",
-        "is bound to cuda:",
-        "not made by cuMemCreate",
-        "DistTypeError: register: expected an array",
-        "GroupAbortedError: ",
-    )
-    for said in run(2, not_registered):
-        assert "is not contiguous" in said[0]
-        for one, words in zip(said, expected, strict=True):
-            assert words in one
-
-
-def with_an_old_nccl(attempt: str) -> tuple[Any, ...]:
-    """What an NCCL without windows, registration or one-sided operations does, or its error."""
-    group: Any = dist.group.WORLD
-    connect()
-    if attempt == "register":
-        try:
-            with group.register(arrays.full(4, 1.0), symmetric=True) as made:
-                return (made.symmetric, _known())
-        except dist.DistError as e:
-            return (str(e),)
-    if attempt == "symmetric_empty":
-        return (error_of(lambda: group.symmetric_empty((2, 3), "float32")),)
-    return (error_of(lambda: group.signal(0, arrays.full(1, 1.0))),)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +128,23 @@ def with_an_old_nccl(attempt: str) -> tuple[Any, ...]:
         ),
     ],
 )
+@on_ranks(2, start=run, options=["version"])
 def test_an_old_nccl_is_refused_with_the_needed_version(version: int, attempt: str, words: str) -> None:
-    for (said,) in run(2, with_an_old_nccl, attempt, version=version):
-        assert words in said
+    group: Any = dist.group.WORLD
+    connect()
+    attempts = {
+        "register": lambda: group.register(arrays.full(4, 1.0), symmetric=True),
+        "symmetric_empty": lambda: group.symmetric_empty((2, 3), "float32"),
+        "signal": lambda: group.signal(0, arrays.full(1, 1.0)),
+    }
+    assert words in error_of(attempts[attempt])
 
 
+@on_ranks(2, start=partial(run, version=22105))
 def test_an_nccl_without_windows_registers_buffers() -> None:
-    assert run(2, with_an_old_nccl, "register", version=22105) == [(False, (0, 1))] * 2
+    connect()
+    with dist.group.WORLD.register(arrays.full(4, 1.0), symmetric=True) as made:  # type: ignore[union-attr]
+        assert (made.symmetric, _known()) == (False, (0, 1))
 
 
 def test_a_group_of_host_arrays_has_neither() -> None:
@@ -198,61 +166,52 @@ def test_a_group_of_host_arrays_has_neither() -> None:
 # --- symmetric windows are the same on all ranks ----------------------------------------------------------------------
 
 
-def dropped_at_different_times() -> list[int]:
-    """Symmetric arrays that rank 0 drops earlier than rank 1: the numbers of windows after two allocations, and of the
-    store's keys that are left."""
+@on_ranks(2, start=run)
+def test_symmetric_memory_is_freed_when_all_ranks_have_dropped_it() -> None:
+    """Rank 0 drops earlier than rank 1. A window has the same offset on all ranks, else the job leaves a mismatch
+    behind."""
     group = new_group()
-    found = []
     first = group.symmetric_empty(16, "float64")
     if dist.get_rank() == 0:
         del first
         gc.collect()
         time.sleep(0.5)  # the watchdog sweeps
     second = group.symmetric_empty(8, "float64")
-    found.append(_known()[0])
+    assert _known()[0] == 2
     if dist.get_rank() == 1:
         del first
     del second
     third = group.symmetric_empty(32, "float64")
-    found.append(_known()[0])
+    assert _known()[0] == 1
     del third
     dist.barrier()
-    found.append(sum("/window/" in key for key in world.current("test").store.list_keys()))
+    assert sum("/window/" in key for key in world.current("test").store.list_keys()) == 1
     dist.barrier()
     dist.destroy_process_group(group)
-    return found
 
 
-def test_symmetric_memory_is_freed_when_all_ranks_have_dropped_it() -> None:
-    """A window has the same offset on all ranks, else the job leaves a mismatch behind."""
-    assert run(2, dropped_at_different_times) == [[2, 1, 1]] * 2
-
-
-def memory_for_a_second_attempt() -> int:
-    """An allocation that succeeds only once the dropped memory is freed; the windows after it."""
+@on_ranks(2, start=run)
+def test_memory_that_all_have_dropped_is_freed_for_an_allocation_that_needs_it() -> None:
     group, nccl = new_group(), ranks.nccl()
     mem_alloc = nccl.mem_alloc
     nccl.mem_alloc = lambda nbytes: (1, 0) if _known()[0] else mem_alloc(nbytes)  # type: ignore[method-assign]
     group.symmetric_empty(4)  # dropped at once
     made = group.symmetric_empty(4)
     nccl.mem_alloc = mem_alloc  # type: ignore[method-assign]
-    found = _known()[0]
+    assert _known()[0] == 1
     del made
     dist.destroy_process_group(group)
-    return found
 
 
-def test_memory_that_all_have_dropped_is_freed_for_an_allocation_that_needs_it() -> None:
-    assert run(2, memory_for_a_second_attempt) == [1, 1]
-
-
-def dropped_in_use(by: str) -> list[tuple[str, int]]:
-    """Memory dropped while an operation or kernel uses it, and new memory afterwards: the thread that frees the old
-    one, and the unfinished accesses then."""
+@pytest.mark.parametrize("by", ["operation", "kernel"])
+@on_ranks(2, start=partial(run, policy="newest"))
+def test_symmetric_memory_is_freed_after_its_last_use(by: str) -> None:
+    """Memory is dropped while an operation or kernel uses it, and new memory is made afterwards."""
     connect()
     group: Any = dist.group.WORLD
     sim, nccl = ranks.simulation(), ranks.nccl()
-    mem_free, log = nccl.mem_free, []
+    mem_free = nccl.mem_free
+    log: list[tuple[str, int]] = []  # the thread that frees the memory, and the unfinished accesses then
     made = group.symmetric_empty((4,), "float64")
     ptr = made.__cuda_array_interface__["data"][0]
 
@@ -286,12 +245,7 @@ def dropped_in_use(by: str) -> list[tuple[str, int]]:
         others.append(group.symmetric_empty((4,), "float64"))
         found = early or list(log)
     del nccl.mem_free
-    return found
-
-
-@pytest.mark.parametrize("by", ["operation", "kernel"])
-def test_symmetric_memory_is_freed_after_its_last_use(by: str) -> None:
-    assert run(2, dropped_in_use, by, policy="newest") == [[("MainThread", 0)]] * 2
+    assert found == [("MainThread", 0)]
 
 
 def _group_with_deadline(seconds: float) -> Any:
@@ -302,29 +256,23 @@ def _group_with_deadline(seconds: float) -> Any:
     return group
 
 
-def alone_in_symmetric_memory(missing: int) -> tuple[str, str]:
-    """An allocation in which a rank takes no part, and what the group does after it."""
-    group = _group_with_deadline(1.0)
-    said = error_of(lambda: group.symmetric_empty(4)) if dist.get_rank() != missing else ""
-    dist.barrier()
-    await_true(lambda: error_of(lambda: dist.barrier(group=group)) != "nothing")
-    after = error_of(lambda: dist.barrier(group=group))
-    dist.destroy_process_group(group)
-    return said, after
-
-
 @pytest.mark.every(2)
 @pytest.mark.parametrize("missing", [0, 1])
+@on_ranks(2, start=run)
 def test_a_rank_that_allocates_no_symmetric_memory_is_named_at_the_deadline(missing: int) -> None:
-    found = run(2, alone_in_symmetric_memory, missing)
-    said, after = found[1 - missing]
-    assert said.startswith("OperationTimeoutError: registering memory (symmetric_empty) for group")
-    assert f"missing: rank {missing} (" in said
-    for _, after in found:
-        assert after.startswith("OperationTimeoutError")
+    group = _group_with_deadline(1.0)
+    if dist.get_rank() != missing:
+        said = error_of(lambda: group.symmetric_empty(4))
+        assert said.startswith("OperationTimeoutError: registering memory (symmetric_empty) for group")
+        assert f"missing: rank {missing} (" in said
+    dist.barrier()
+    await_true(lambda: error_of(lambda: dist.barrier(group=group)) != "nothing")
+    assert error_of(lambda: dist.barrier(group=group)).startswith("OperationTimeoutError")
+    dist.destroy_process_group(group)
 
 
-def registration_that_hangs() -> list[str]:
+@on_ranks(2, start=run)
+def test_a_registration_that_hangs_fails_the_group_at_its_deadline() -> None:
     """NCCL does not return from a registration, as some versions do that lose a message."""
     communicator.END_S = 120.0  # the registration returns below, whatever the load
     group = _group_with_deadline(0.5)
@@ -338,63 +286,52 @@ def registration_that_hangs() -> list[str]:
         return 3, SimpleNamespace(value=None)
 
     nccl.window_register = window_register
-    said = [error_of(lambda: group.symmetric_empty(4)), error_of(lambda: dist.barrier(group=group))]
+    said = error_of(lambda: group.symmetric_empty(4))
+    assert said.startswith("OperationTimeoutError: ncclCommWindowRegister of 16 bytes on group")
+    assert error_of(lambda: dist.barrier(group=group)).startswith("OperationTimeoutError")
     del nccl.window_register
     assert ranks.simulation().cuda.device_of(memory[0]) >= 0  # NCCL may still use it
     released.set()
     done.wait(30.0)
     assert nccl.mem_free(memory[0]) == 0
     dist.destroy_process_group(group)
-    return said
 
 
-def test_a_registration_that_hangs_fails_the_group_at_its_deadline() -> None:
-    for said in run(2, registration_that_hangs):
-        assert said[0].startswith("OperationTimeoutError: ncclCommWindowRegister of 16 bytes on group")
-        assert said[1].startswith("OperationTimeoutError")
-
-
-def different_symmetric_memory() -> list[str]:
-    """Windows that do not fit together, and an allocation that fails on one rank; then all is well."""
+@on_ranks(2, start=run)
+def test_windows_that_differ_between_ranks_are_refused_on_all() -> None:
+    """They do not fit together, or an allocation fails on one rank; then all is well."""
     me, group, own, nccl = dist.get_rank(), new_group(), _Own(1 << 14), ranks.nccl()
+    for call, words in (
+        (lambda: group.symmetric_empty(4 + me), ["DistArgumentError: symmetric_empty: ", "rank 0", "rank 1"]),
+        (lambda: group.register(own.part(4096 * me, 4096), symmetric=True), ["at 4096"]),
+        (lambda: group.register(own.part(512 * me, 4096), symmetric=True), ["rank 1", "512 bytes too far"]),
+        (
+            lambda: group.symmetric_empty(4096) if me else group.register(own, symmetric=True),
+            ["register", "symmetric_empty"],
+        ),
+    ):
+        said = error_of(call)
+        assert all(word in said for word in words), said
     mem_alloc = nccl.mem_alloc
-    said = [
-        error_of(lambda: group.symmetric_empty(4 + me)),
-        error_of(lambda: group.register(own.part(4096 * me, 4096), symmetric=True)),
-        error_of(lambda: group.register(own.part(512 * me, 4096), symmetric=True)),
-        error_of(lambda: group.symmetric_empty(4096) if me else group.register(own, symmetric=True)),
-    ]
     if me == 1:
         nccl.mem_alloc = lambda nbytes: (1, 0)  # type: ignore[method-assign]
-    said.append(error_of(lambda: group.symmetric_empty(4)))
+    said = error_of(lambda: group.symmetric_empty(4))
+    assert re.match("(Cuda|DistBackend)Error: .*rank 1", said, re.DOTALL), said
     nccl.mem_alloc = mem_alloc  # type: ignore[method-assign]
     with group.register(own.part(4096, 4096), symmetric=True) as made:
-        said.append(f"{made.symmetric} {_known()}")
+        assert (made.symmetric, _known()) == (True, (1, 0))
     dist.destroy_process_group(group)
     assert nccl.mem_free(own.ptr) == 0
-    return said
-
-
-def test_windows_that_differ_between_ranks_are_refused_on_all() -> None:
-    expected = [
-        ("DistArgumentError: symmetric_empty: ", "rank 0", "rank 1"),
-        ("at 4096",),
-        ("rank 1", "512 bytes too far"),
-        ("register", "symmetric_empty"),
-        ("Error: ", "rank 1"),
-        ("True (1, 0)",),
-    ]
-    for found in run(2, different_symmetric_memory):
-        for said, words in zip(found, expected, strict=True):
-            assert all(word in said for word in words), said
-        assert found[4].startswith(("CudaError: ", "DistBackendError: "))
 
 
 # --- puts and signals -------------------------------------------------------------------------------------------------
 
 
-def ping_pong(rounds: int, blocking: bool) -> list[Any]:
-    """Two ranks write to each other's memory in turns, each adding one; then signals alone."""
+@pytest.mark.parametrize("policy", ["oldest", "newest"])
+@pytest.mark.parametrize("blocking", [True, False])
+@on_ranks(2, start=run, options=["policy"])
+def test_two_ranks_write_to_each_others_memory(blocking: bool, policy: str) -> None:
+    """In turns, each adding one; then signals alone."""
     me = dist.get_rank()
     group = new_group(blocking=blocking)
     source, own = group.symmetric_empty(4, "float64"), _Own(64)
@@ -402,7 +339,7 @@ def ping_pong(rounds: int, blocking: bool) -> list[Any]:
     x, y = arrays.adopt(source, "float64"), arrays.adopt(own, "float64")
     x.fill(0.0)
     y.fill(0.0)
-    for _ in range(rounds):
+    for _ in range(5):
         if me == 0:
             group.put(x[:2], 1, window, offset=3)
         group.wait_signal(1 - me, y)
@@ -410,43 +347,35 @@ def ping_pong(rounds: int, blocking: bool) -> list[Any]:
         x += 1.0
         if me == 1:
             group.put(x[:2], 0, window, offset=3)
-    found = [y.numpy().tolist()]
+    written = 8.0 if me else 9.0
+    assert y.numpy().tolist() == [0.0, 0.0, 0.0, written, written, 0.0, 0.0, 0.0]
     for _ in range(3):
         group.signal(1 - me, x)
     group.signal(me, x)
     group.wait_signal({1 - me: 3, me: 1}, x)
-    found.append(x.numpy()[:2].tolist())
+    assert x.numpy()[:2].tolist() == [written + 1.0] * 2
     window.close()
     del x, y, source
     dist.destroy_process_group(group)
     ranks.nccl().mem_free(own.ptr)
-    return found
 
 
-@pytest.mark.parametrize("policy", ["oldest", "newest"])
-@pytest.mark.parametrize("blocking", [True, False])
-def test_two_ranks_write_to_each_others_memory(blocking: bool, policy: str) -> None:
-    first, second = run(2, ping_pong, 5, blocking, policy=policy)
-    assert first == [[0.0, 0.0, 0.0, 9.0, 9.0, 0.0, 0.0, 0.0], [10.0, 10.0]]
-    assert second == [[0.0, 0.0, 0.0, 8.0, 8.0, 0.0, 0.0, 0.0], [9.0, 9.0]]
-
-
-def not_put() -> list[str]:
-    """Errors of puts, and a signal that does not arrive."""
+@on_ranks(2, start=run)
+def test_invalid_puts_are_refused_and_a_missing_signal_has_a_deadline() -> None:
     group = new_group()
     source = group.symmetric_empty(4, "float64")
     x, plain = arrays.adopt(source, "float64"), arrays.full(4, 1.0)
     with group.register(plain) as registered:
-        attempts: list[Callable[[], Any]] = [
-            lambda: group.put(x, 2, source),
-            lambda: group.put(x, 1, registered),
-            lambda: group.put(plain, 1, source),
-            lambda: group.put(x, 1, source, offset=1),
-            lambda: group.put(x[::2], 1, source),
-            lambda: group.wait_signal(0, x, 0),
-            lambda: group.signal(0, np.ones(1)),
-        ]
-        said = [error_of(attempt) for attempt in attempts]
+        for call, words in (
+            (lambda: group.put(x, 2, source), "put: no ranks of a group of 2: [2]"),
+            (lambda: group.put(x, 1, registered), "is no symmetric window of this group"),
+            (lambda: group.put(plain, 1, source), "is in no symmetric window of this group"),
+            (lambda: group.put(x, 1, source, offset=1), "at offset 1 goes beyond the window of 32 bytes"),
+            (lambda: group.put(x[::2], 1, source), "put: float64[2]"),
+            (lambda: group.wait_signal(0, x, 0), "signals at offset 0: too few"),
+            (lambda: group.signal(0, np.ones(1)), "is not on a GPU"),
+        ):
+            assert words in (said := error_of(call)), said
     if dist.get_rank() == 0:
         group.wait_signal(1, x, timeout=0.5)
 
@@ -455,54 +384,31 @@ def not_put() -> list[str]:
             group.signal(dist.get_rank(), arrays.full(1, 1.0))
             time.sleep(0.05)
 
-    said.append(error_of(until_it_fails))
+    said = error_of(until_it_fails)
+    assert said.startswith("OperationTimeoutError")
+    assert "wait_signal" in said
     dist.destroy_process_group(group)
     x = source = None  # the group's error holds this frame
-    return said
 
 
-def test_invalid_puts_are_refused_and_a_missing_signal_has_a_deadline() -> None:
-    expected = (
-        "put: no ranks of a group of 2: [2]",
-        "is no symmetric window of this group",
-        "is in no symmetric window of this group",
-        "at offset 1 goes beyond the window of 32 bytes",
-        "put: float64[2]",
-        "signals at offset 0: too few",
-        "is not on a GPU",
-        "wait_signal",
-    )
-    for found in run(2, not_put):
-        for said, words in zip(found, expected, strict=True):
-            assert words in said
-        assert found[7].startswith("OperationTimeoutError")
-
-
-def put_among_three() -> list[Any]:
-    """A signal before any window; then rank 0 writes to rank 1, and rank 2 makes no one-sided call."""
+@pytest.mark.parametrize("version", [23007, 23203])
+@on_ranks(3, start=run, options=["version"])
+def test_ranks_without_one_sided_calls_hold_nobody_up(version: int) -> None:
+    """NCCL 2.29 and 2.30 wait for all ranks within the first one-sided call of each; all need a window before."""
     me, group = dist.get_rank(), new_group()
     said = error_of(lambda: group.signal(0, arrays.full(1, 1.0)))
+    assert said.startswith("DistArgumentError: signal: group")
+    assert "symmetric_empty" in said
     own = group.symmetric_empty(4, "float64")
     x = arrays.adopt(own, "float64")
     x.fill(float(me))
     dist.barrier()
-    if me == 0:
+    if me == 0:  # it writes to rank 1, and rank 2 makes no one-sided call
         x.fill(7.0)
         group.put(x, 1, own)
     dist.barrier()
     if me == 1:
         group.wait_signal(0, x)
-    found = [said, x.numpy().tolist()]
+    assert x.numpy().tolist() == [2.0 if me == 2 else 7.0] * 4
     del x, own
     dist.destroy_process_group(group)
-    return found
-
-
-@pytest.mark.parametrize("version", [23007, 23203])
-def test_ranks_without_one_sided_calls_hold_nobody_up(version: int) -> None:
-    """NCCL 2.29 and 2.30 wait for all ranks within the first one-sided call of each; all need a window before."""
-    found = run(3, put_among_three, version=version)
-    assert [values for _, values in found] == [[7.0] * 4, [7.0] * 4, [2.0] * 4]
-    for said, _ in found:
-        assert said.startswith("DistArgumentError: signal: group")
-        assert "symmetric_empty" in said

@@ -30,6 +30,7 @@ from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.communicators import Result
 from tests.simulated_nccl.ranks import SimulatedJob, run
 from tests.support import worker
+from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
 from tests.support.ranks import Pool, joined, pools
 from tests.support.worker import end
@@ -64,8 +65,9 @@ def recorded_log() -> Iterator[list[str]]:
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-def waited_by_another_thread() -> list[bool]:
-    """``wait()`` on the default stream of another thread: True if the arrays are kept until the device is done."""
+@on_ranks(2)
+def test_the_default_stream_of_another_thread_is_another_stream() -> None:
+    """``wait()`` on it keeps the arrays until the device is done."""
     connect()
     kept = []
     with arrays.Stream(handle=2):
@@ -84,35 +86,7 @@ def waited_by_another_thread() -> list[bool]:
         thread.join()
         finish()
         work.synchronize()
-    return kept
-
-
-def test_the_default_stream_of_another_thread_is_another_stream(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(waited_by_another_thread) == [[True]] * 2
-
-
-def unpacked_on_another_stream() -> list[float]:
-    """A strided result is copied from packed memory on another stream, which is late, when that memory is reused."""
-    connect()
-    elsewhere, base = arrays.Stream(), arrays.full(2000, 1.0)
-    ranks.simulation().synchronize()
-    work = dist.all_reduce(base[::2], async_op=True)
-    with elsewhere:
-        finish = busy(elsewhere.ptr)
-        work.wait()
-    await_true(work.is_completed)
-    for backend in dist.group.WORLD.backends:  # type: ignore[union-attr]
-        if isinstance(backend, NCCLBackend):
-            _await_release(backend)
-    del work
-    dist.all_reduce(arrays.full(1, 1.0))  # the group forgets its last operation
-    reused = arrays.full(1000, 99.0)
-    ranks.simulation().synchronize_stream(0)
-    finish()
-    with elsewhere:
-        found = base[::2].numpy()
-    del reused
-    return sorted(set(found.tolist()))
+    assert kept == [True]
 
 
 def _await_release(backend: NCCLBackend) -> None:
@@ -127,15 +101,36 @@ def _await_release(backend: NCCLBackend) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+@on_ranks(2, start=partial(run, policy="oldest"), options=["backend"])
 def test_packed_memory_is_kept_until_it_is_copied(backend: str) -> None:
-    assert run(2, unpacked_on_another_stream, backend=backend, policy="oldest") == [[2.0]] * 2
+    """A strided result is copied from packed memory on another stream, which is late, when that memory is reused."""
+    connect()
+    elsewhere, base = arrays.Stream(), arrays.full(2000, 1.0)
+    ranks.simulation().synchronize()
+    work = dist.all_reduce(base[::2], async_op=True)
+    with elsewhere:
+        finish = busy(elsewhere.ptr)
+        work.wait()
+    await_true(work.is_completed)
+    for found in dist.group.WORLD.backends:  # type: ignore[union-attr]
+        if isinstance(found, NCCLBackend):
+            _await_release(found)
+    del work
+    dist.all_reduce(arrays.full(1, 1.0))  # the group forgets its last operation
+    reused = arrays.full(1000, 99.0)
+    ranks.simulation().synchronize_stream(0)
+    finish()
+    with elsewhere:
+        assert (base[::2].numpy() == 2.0).all()
+    del reused
 
 
 # --- deadlines and deaths ---------------------------------------------------------------------------------------------
 
 
-def late_but_ended() -> bool:
-    """A sweep after the deadline of an operation that has ended, behind one that has not; True if the group failed."""
+@on_ranks(2)
+def test_an_operation_that_has_ended_is_never_late() -> None:
+    """A sweep after its deadline, behind one that has not ended, does not fail the group."""
     connect()
     supervision = backend_of().supervision
     first, second = arrays.Stream(), arrays.Stream()
@@ -149,14 +144,9 @@ def late_but_ended() -> bool:
     supervision.watchdog.unwatch(supervision)  # this thread sweeps in its place
     supervision.sweep(time.monotonic() + 31.0)
     supervision.watchdog.watch(supervision)
-    failed = backend_of()._state.error is not None
+    assert backend_of()._state.error is None
     finish()
     ranks.simulation().synchronize()
-    return failed
-
-
-def test_an_operation_that_has_ended_is_never_late(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(late_but_ended) == [False] * 2
 
 
 def an_error_before_the_death_notice(victim: int) -> str:
@@ -270,8 +260,9 @@ def test_a_rank_that_cannot_connect_is_named_on_all(way: str, doing: str) -> Non
     assert third == ("nothing" if way == "shrink" else first)
 
 
-def given_up_early() -> str:
-    """The error of a rank whose deadline passes before NCCL has written the handle."""
+@on_ranks(2, start=run)
+def test_a_start_that_is_given_up_before_nccl_has_written_the_handle_is_aborted() -> None:
+    """No thread stays in NCCL."""
     given_up = threading.Event()
     abort_start = communicator.Communicator._abort_start
 
@@ -285,15 +276,10 @@ def given_up_early() -> str:
 
     communicator.Communicator._abort_start = noting  # type: ignore[assignment,method-assign]
     with calling("comm_init", late):
-        said = error_of(lambda: dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=0.5))
+        with pytest.raises(dist.DistError):
+            dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=0.5)
         await_true(lambda: not any("ncclCommInitRankConfig" in t.name for t in threading.enumerate()))
     communicator.Communicator._abort_start = abort_start  # type: ignore[method-assign]
-    return said
-
-
-def test_a_start_that_is_given_up_before_nccl_has_written_the_handle_is_aborted() -> None:
-    """No thread stays in NCCL."""
-    assert "nothing" not in run(2, given_up_early)
 
 
 def shrunk_after_an_error(failing: int) -> list[Any]:
@@ -321,7 +307,8 @@ def test_nccl_shrinks_a_communicator_without_an_error(failing: int, calls: list[
         assert job.results() == [[[3.0, 3.0], calls], [[3.0, 3.0], calls], []]
 
 
-def a_first_message_between_two_of_three() -> list[str]:
+@on_ranks(3, start=run)
+def test_a_first_message_warns_of_missing_members() -> None:
     """Ranks 0 and 1 begin with a send and a receive; rank 2 joins once both have logged that they wait for it."""
     agreement.WARNING_S = 0.2
     me, store = dist.get_rank(), dist.group.WORLD.job.store  # type: ignore[union-attr]
@@ -341,41 +328,34 @@ def a_first_message_between_two_of_three() -> list[str]:
         else:
             store.wait(["warned/0", "warned/1"], 60)
         dist.all_reduce(x)
-        return [*warnings_of_members(), str(x.numpy().tolist())]
-
-
-def test_a_first_message_warns_of_missing_members() -> None:
-    first, second, third = run(3, a_first_message_between_two_of_three)
-    for warning, sums in (first, second):
+    assert x.numpy().tolist() == [2.0, 2.0]
+    found = warnings_of_members()
+    assert len(found) == (1 if me < 2 else 0)
+    for warning in found:
         assert "waits for all its members to start NCCL; missing: rank 2 (" in warning
         assert "with device_id= of init_process_group or new_group" in warning
-        assert sums == "[2.0, 2.0]"
-    assert third == ["[2.0, 2.0]"]
 
 
-def late_in_nccl(blocking: bool) -> list[str]:
-    """Rank 1 calls NCCL once rank 0 has logged that it waits there; rank 0's log."""
-    agreement.WARNING_S = 0.2
+@pytest.mark.parametrize("blocking", [True, False])
+@on_ranks(2, start=run, env={"NCCL_SOCKET_IFNAME": "eth7"})
+def test_a_rank_that_waits_in_nccl_warns_of_the_interfaces(blocking: bool) -> None:
+    """Rank 1 calls NCCL once rank 0 has logged that it waits there."""
     store = dist.group.WORLD.job.store  # type: ignore[union-attr]
+    if dist.get_rank():
+        with calling("comm_init", lambda *arguments: store.wait(["warned"], 60)):
+            new_group(blocking=blocking)
+        return
+    agreement.WARNING_S = 0.2
 
     def warnings_of_nccl() -> list[str]:
         return [message for message in messages if "has not returned" in message]
 
     with recorded_log() as messages:
-        if dist.get_rank():
-            with calling("comm_init", lambda *arguments: store.wait(["warned"], 60)):
-                new_group(blocking=blocking)
-        else:
-            thread = threading.Thread(target=lambda: (await_true(warnings_of_nccl), store.set("warned", "")))
-            thread.start()
-            new_group(blocking=blocking)
-            thread.join()
-    return warnings_of_nccl()
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_rank_that_waits_in_nccl_warns_of_the_interfaces(blocking: bool) -> None:
-    (warning,), _ = run(2, late_in_nccl, blocking, env={"NCCL_SOCKET_IFNAME": "eth7"})
+        thread = threading.Thread(target=lambda: (await_true(warnings_of_nccl), store.set("warned", "")))
+        thread.start()
+        new_group(blocking=blocking)
+        thread.join()
+    (warning,) = warnings_of_nccl()
     assert re.fullmatch(
         r"group '.*': ncclCommInitRankConfig has not returned for 0\.2 s: NCCL has not connected to all ranks\."
         r" NCCL uses sockets on eth7 \(by NCCL_SOCKET_IFNAME\), unicoll lo 127\.0\.0\.1; NCCL_DEBUG=INFO logs .*",
@@ -383,17 +363,16 @@ def test_a_rank_that_waits_in_nccl_warns_of_the_interfaces(blocking: bool) -> No
     ), warning
 
 
-def blocking_by_environment() -> tuple[bool, bool]:
-    """Whether the group takes its communicator for a blocking one, and whether it is."""
+@pytest.mark.parametrize(
+    ("env", "blocking"), [({"NCCL_COMM_BLOCKING": "0"}, False), ({"NCCL_COMM_BLOCKING": "1"}, True)]
+)
+@on_ranks(1, start=run)
+def test_nccls_variable_decides_whether_a_communicator_is_blocking(
+    env: dict[str, str], blocking: bool
+) -> None:
     connect()
     (made,) = ranks.nccl().communicators
-    return backend_of()._factory.config.blocking, made.config.blocking
-
-
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_nccls_variable_decides_whether_a_communicator_is_blocking(value: str) -> None:
-    found = run(1, blocking_by_environment, env={"NCCL_COMM_BLOCKING": value})
-    assert found == [(value == "1", value == "1")]
+    assert backend_of()._factory.config.blocking == made.config.blocking == blocking
 
 
 # --- threads and teardown ---------------------------------------------------------------------------------------------
@@ -407,8 +386,9 @@ def _two_inside() -> None:
         time.sleep(0.001)
 
 
-def two_groups_on_two_threads() -> list[Any]:
-    """Each thread does all_reduces on a group of its own; both groups are on this rank's device."""
+@on_ranks(2, start=run)
+def test_threads_with_their_own_groups_use_nccl_one_at_a_time() -> None:
+    """Two threads in NCCL on one device are a fault."""
     connect()
     groups: list[Any] = [dist.group.WORLD, dist.new_group()]
     xs = [arrays.full(2, 1.0) for _ in groups]
@@ -428,16 +408,12 @@ def two_groups_on_two_threads() -> list[Any]:
     for thread in threads:
         thread.join()
     ranks.nccl().active_calls.pause = lambda: None
-    return [x.numpy().tolist() for x in xs]
+    assert [x.numpy().tolist() for x in xs] == [[8.0, 8.0]] * 2
 
 
-def test_threads_with_their_own_groups_use_nccl_one_at_a_time() -> None:
-    """Two threads in NCCL on one device are a fault."""
-    assert run(2, two_groups_on_two_threads) == [[[8.0, 8.0]] * 2] * 2
-
-
-def split_with_work_in_flight() -> list[float]:
-    """Groups split while the parent has an operation in flight; NCCL's split with unfinished work is a fault."""
+@on_ranks(2, start=partial(run, backend="nccl", bound=True))
+def test_a_group_is_split_when_nothing_is_in_flight() -> None:
+    """On its members and on the others; NCCL's split with unfinished work is a fault."""
     connect()
     held = threading.Event()
 
@@ -454,12 +430,7 @@ def split_with_work_in_flight() -> list[float]:
     dist.new_group([0])
     thread.join()
     work.synchronize()
-    return x.numpy().tolist()
-
-
-def test_a_group_is_split_when_nothing_is_in_flight() -> None:
-    """On its members and on the others."""
-    assert run(2, split_with_work_in_flight, backend="nccl", bound=True) == [[2.0, 2.0]] * 2
+    assert x.numpy().tolist() == [2.0, 2.0]
 
 
 def a_thread_in_nccl() -> list[str]:
@@ -504,8 +475,9 @@ def test_a_thread_leaves_nccl_before_the_communicator_is_aborted(version: int, e
         assert job.results() == [expected] * 2
 
 
-def destroyed_with_work_in_flight() -> list[Any]:
-    """The result of an operation behind a kernel that ends once the group's destruction has warned, and the log."""
+@on_ranks(2, start=run)
+def test_a_destroyed_group_waits_for_its_operations() -> None:
+    """For one behind a kernel that ends once the group's destruction has warned."""
     connect()
     supervision._WARNING_S = 0.05
     x = arrays.full(2, 1.0 + dist.get_rank())
@@ -516,13 +488,9 @@ def destroyed_with_work_in_flight() -> list[Any]:
         thread.start()
         dist.destroy_process_group()
         thread.join()
-    return [x.numpy().tolist(), *messages]
-
-
-def test_a_destroyed_group_waits_for_its_operations() -> None:
-    for result, warning in run(2, destroyed_with_work_in_flight):
-        assert result == [3.0, 3.0]
-        assert re.fullmatch(r"destroying group '\w+' waits for all_reduce\(.*\) #\d+", warning), warning
+    assert x.numpy().tolist() == [3.0, 3.0]
+    (warning,) = messages
+    assert re.fullmatch(r"destroying group '\w+' waits for all_reduce\(.*\) #\d+", warning), warning
 
 
 def destroyed_before_a_deadline() -> str:
@@ -612,8 +580,9 @@ def test_a_live_graph_does_not_delay_the_exit(exiting: bool) -> None:
             assert (len(hint), len(messages)) == ((0, 0) if exiting else (1, 2)), messages
 
 
-def dropped_arrays() -> str:
-    """The name of the thread that drops the arrays of an operation that ends after its Work."""
+@on_ranks(2)
+def test_the_watchdog_does_not_free_memory() -> None:
+    """Another thread drops the arrays of an operation that ends after its Work: cudaFree waits for the device."""
     connect()
     names: list[str] = []
     x = arrays.full(8, 1.0)
@@ -626,16 +595,12 @@ def dropped_arrays() -> str:
     assert not names
     finish()
     await_true(lambda: names)
-    return names[0]
+    assert names == ["unicoll-nccl-release"]
 
 
-def test_the_watchdog_does_not_free_memory(pool: Callable[[int], Pool]) -> None:
-    """cudaFree waits for the device."""
-    assert pool(2).run(dropped_arrays) == ["unicoll-nccl-release"] * 2
-
-
-def swept_in_nccl() -> bool:
-    """True if the arrays of a call are freed that a sweep has seen in NCCL, with no later sweep."""
+@on_ranks(2, start=run)
+def test_a_call_that_the_watchdog_has_seen_in_nccl_is_not_kept() -> None:
+    """Its arrays are freed, with no later sweep."""
     connect()
     supervision = backend_of().supervision
     assert supervision.watchdog is not None
@@ -647,13 +612,8 @@ def swept_in_nccl() -> bool:
     ranks.simulation().synchronize()
     del x
     gc.collect()
-    freed = reference() is None
+    assert reference() is None
     supervision.watchdog.watch(supervision)
-    return freed
-
-
-def test_a_call_that_the_watchdog_has_seen_in_nccl_is_not_kept() -> None:
-    assert run(2, swept_in_nccl) == [True] * 2
 
 
 # --- the watchdog and finished operations ----------------------------------------------------------------------------

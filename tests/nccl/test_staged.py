@@ -18,6 +18,7 @@ from tests.nccl.nccl_jobs import error_of
 from tests.simulated_nccl import arrays
 from tests.simulated_nccl.ranks import Settings, simulation
 from tests.support.memory import freed
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Pool, ProcessJob, pools
 
 
@@ -51,8 +52,8 @@ def test_messages_that_are_shorter_than_the_array(pool: Callable[[int], Pool]) -
         assert [count for count, _ in found] == [2] * 4 + [59_999] * 4
 
 
-def messages_are_not_kept() -> list[bool]:
-    """True for each array of a message, sent or received in the background, that is freed after the message."""
+@on_ranks(2)
+def test_messages_are_not_kept_alive() -> None:
     me, n = dist.get_rank(), dist.get_world_size()
     x, y = arrays.full(100, me, np.float32), arrays.empty(100, np.float32)
     references = [weakref.ref(x), weakref.ref(y)]
@@ -60,11 +61,7 @@ def messages_are_not_kept() -> list[bool]:
     for work in works:
         work.synchronize()
     del x, y, work, works
-    return freed(*references)
-
-
-def test_messages_are_not_kept_alive(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(messages_are_not_kept) == [[True, True]] * 2
+    assert freed(*references) == [True, True]
 
 
 def test_it_says_how_device_arrays_go(pool: Callable[[int], Pool]) -> None:
@@ -74,8 +71,10 @@ def test_it_says_how_device_arrays_go(pool: Callable[[int], Pool]) -> None:
         assert 0 < facts["staging"] <= 64 << 20
 
 
-def stuck(who: int) -> str:
-    """One rank's device does not come to what is before the call."""
+@pytest.mark.every(2)
+@on_ranks(2)
+def test_a_device_that_is_late_is_named() -> None:
+    """Rank 0's device does not come to what is before the call."""
     group = dist.new_group()
     x = arrays.full(10, 1.0, np.float32)
     go, held = threading.Event(), threading.Event()
@@ -86,26 +85,21 @@ def stuck(who: int) -> str:
             go.wait(60)
 
     holder = threading.Thread(target=hold)
-    if dist.get_rank() == who:
+    if dist.get_rank() == 0:
         x.numpy()
         holder.start()
         held.wait(60)
         x += 1
     said = error_of(lambda: dist.all_reduce(x, group=group, timeout=1.0))
     go.set()
-    if dist.get_rank() == who:
+    if dist.get_rank() == 0:
         holder.join()
+        assert said.startswith("OperationTimeoutError")
+        assert "the device of this rank has not finished the work before it" in said
+    else:
+        assert said.startswith(("OperationTimeoutError", "GroupAbortedError")), said
     simulation().synchronize()
     dist.destroy_process_group(group)
-    return said
-
-
-@pytest.mark.every(2)
-def test_a_device_that_is_late_is_named(pool: Callable[[int], Pool]) -> None:
-    mine, other = pool(2).run(stuck, 0)
-    assert mine.startswith("OperationTimeoutError")
-    assert "the device of this rank has not finished the work before it" in mine
-    assert other.startswith(("OperationTimeoutError", "GroupAbortedError")), other
 
 
 # --- exchanges of sizes that differ -----------------------------------------------------------------------------------
@@ -116,17 +110,16 @@ def _elements(give: int, take: int, much: int) -> int:
     return (0, 1, much, 3, much // 7)[(3 * give + 2 * take + 2) % 5]
 
 
-def exchanges(much: int) -> dict[str, Any]:
-    """Exchanges of sizes that differ between any two ranks, in a group of its own; the largest has ``much`` elements.
-
-    Which were right, and the bytes that were moved, and held for that on the host.
-    """
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("size", "much"), [(2, 30_000), (3, 30_000), (2, 3)])
+@on_ranks()
+def test_an_exchange_of_any_sizes_goes_in_pieces(size: int, much: int) -> None:
+    """Sizes differ between any two ranks; the largest has ``much`` elements."""
     group: Any = dist.new_group()
-    me, n = dist.get_rank(), dist.get_world_size()
+    me, n = dist.get_rank(), size
     sent = [[_elements(i, j, much) for j in range(n)] for i in range(n)]
     values = [[np.arange(sent[i][j], dtype=np.float32) + 1000 * i + j for j in range(n)] for i in range(n)]
     give, take = sent[me], [sent[i][me] for i in range(n)]
-    good = []
     for async_op in (False, True):
         outs = [arrays.full(count, -1, np.float32) for count in take]
         whole, out = (
@@ -140,24 +133,16 @@ def exchanges(much: int) -> dict[str, Any]:
         ):
             if work is not None:
                 work.wait()
-        good.append(all((out.numpy() == values[i][me]).all() for i, out in enumerate(outs)))
+        assert all((out.numpy() == values[i][me]).all() for i, out in enumerate(outs))
         right = np.concatenate([values[i][me] for i in range(n)])
-        good.append(bool((out.numpy() == right[:, None]).all()))
+        assert (out.numpy() == right[:, None]).all()
     nothing = [arrays.empty(0, np.float32) for _ in range(2 * n)]
     dist.all_to_all(nothing[:n], nothing[n:], group=group)
     held = group.staging_bytes()
     dist.destroy_process_group(group)
-    return {"good": good, "moved": 4 * sum(map(sum, sent)), "held": held["cuda"] - held["cpu"]}
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize(("size", "much"), [(2, 30_000), (3, 30_000), (2, 3)])
-def test_an_exchange_of_any_sizes_goes_in_pieces(size: int, much: int, pool: Callable[[int], Pool]) -> None:
-    for told in pool(size).run(exchanges, much):
-        assert told["good"] == [True] * 4
-        if much > staged.CHUNK:
-            assert told["moved"] > 50 * staged.CHUNK
-            assert told["held"] < 25 * staged.CHUNK
+    if much > staged.CHUNK:
+        assert 4 * sum(map(sum, sent)) > 50 * staged.CHUNK
+        assert held["cuda"] - held["cpu"] < 25 * staged.CHUNK
 
 
 # --- calls that differ ------------------------------------------------------------------------------------------------
@@ -212,19 +197,15 @@ def test_calls_that_differ_raise_the_same_error(
         assert word in text
 
 
-def captured() -> str:
-    """A graph cannot record it."""
+@on_ranks(2)
+def test_a_graph_cannot_record_it() -> None:
     with arrays.Stream() as stream:
         x = arrays.full(10, 1.0, np.float32)
         stream.synchronize()
         simulation().begin_capture(stream.ptr)
         try:
-            return error_of(lambda: dist.all_reduce(x))
+            said = error_of(lambda: dist.all_reduce(x))
         finally:
             simulation().end_capture(stream.ptr)
-
-
-def test_a_graph_cannot_record_it(pool: Callable[[int], Pool]) -> None:
-    for said in pool(2).run(captured):
-        assert said.startswith("DistArgumentError")
-        assert "a graph cannot record" in said
+    assert said.startswith("DistArgumentError")
+    assert "a graph cannot record" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import unicoll as dist
 from nccl_comm.transport_report import VARIABLES, expected, logged, settings
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.ranks import run
+from tests.support.on_ranks import on_ranks
 
 NOWHERE = Path("/no/such/folder")
 
@@ -217,20 +219,24 @@ def test_other_files_give_no_transports(tmp_path: Path) -> None:
 # --- in a job -----------------------------------------------------------------------------------------------------
 
 
-def on_two_hosts(folder: str) -> dict[str, str]:
-    """explain() before two hosts are set for NCCL, for a group made after that, for a part of it, with a log, and when
-    the store no longer answers."""
+@on_ranks(4, start=partial(run, bound=True, backend="nccl"))
+def test_explain_describes_groups_on_several_hosts(tmp_path: Path) -> None:
     me = dist.get_rank()
-    told = {"NCCL_HOSTID": f"host{me // 2}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "sim0"}
-    found = {"before": dist.explain()}
-    os.environ.update(told)
+    device = f"on cuda:{me} (Simulated GPU); expected transports: 3 peers by P2P (NVLink)"
+    assert device in dist.explain()
+    os.environ.update({"NCCL_HOSTID": f"host{me // 2}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "sim0"})
     four: Any = dist.new_group(use_local_synchronization=True, device_id=me)
     two: Any = dist.split_group(four, [[0, 1], [2, 3]])
-    found |= {"four": four.describe(), "two": two.describe()}
-    log = Path(folder) / f"{os.getpid()}.log"
+    hosts = "1 peer by P2P (NVLink), 2 on 1 other host by network (sockets on sim0) ("
+    assert f"expected transports: {hosts}" in four.describe()
+    assert f"NCCL_HOSTID=host{me // 2}" in four.describe()
+    assert "NCCL's log" not in four.describe()
+    assert two.describe().split("; ")[1].startswith("expected transports: 1 peer by P2P (NVLink) (")
+    log = tmp_path / f"{os.getpid()}.log"
     log.write_text(f"node:{os.getpid()}:1 [0] NCCL INFO Channel 00/0 : {me}[0] -> 9[1] via P2P/CUMEM\n")
-    os.environ.update({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/%p.log"})
-    found["logged"] = dist.explain()
+    os.environ.update({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/%p.log"})
+    # each group's line has it
+    assert dist.explain().count("; in NCCL's log: P2P/CUMEM with 1 rank") == 3
     dist.destroy_process_group(two)
     dist.destroy_process_group(four)
     store: Any = dist.group.WORLD.job.store  # type: ignore[union-attr]
@@ -239,20 +245,5 @@ def on_two_hosts(folder: str) -> dict[str, str]:
         raise dist.DistStoreError("the store is gone")
 
     store.wait = wait
-    found["without"] = dist.explain()
+    assert "expected transports: not known (the store is gone)" in dist.explain()
     del store.wait
-    return found
-
-
-def test_explain_describes_groups_on_several_hosts(tmp_path: Path) -> None:
-    for me, found in enumerate(run(4, on_two_hosts, str(tmp_path), bound=True, backend="nccl")):
-        device = f"on cuda:{me} (Simulated GPU); expected transports: 3 peers by P2P (NVLink)"
-        assert device in found["before"]
-        hosts = "1 peer by P2P (NVLink), 2 on 1 other host by network (sockets on sim0) ("
-        assert f"expected transports: {hosts}" in found["four"]
-        assert f"NCCL_HOSTID=host{me // 2}" in found["four"]
-        assert "NCCL's log" not in found["four"]
-        assert found["two"].split("; ")[1].startswith("expected transports: 1 peer by P2P (NVLink) (")
-        # each group's line has it
-        assert found["logged"].count("; in NCCL's log: P2P/CUMEM with 1 rank") == 3
-        assert "expected transports: not known (the store is gone)" in found["without"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -14,7 +14,12 @@ Test = Callable[..., None]
 
 
 def on_ranks(
-    size: int = 0, *, pool: str = "pool", env: Mapping[str, str] | None = None
+    size: int = 0,
+    *,
+    pool: str = "pool",
+    env: Mapping[str, str] | None = None,
+    start: Callable[..., list[Any]] | None = None,
+    options: Sequence[str] = (),
 ) -> Callable[[Test], Callable[..., None]]:
     """Run a test's body on each rank of a job; an assertion or exception on a rank fails the test.
 
@@ -26,11 +31,14 @@ def on_ranks(
         pool: the fixture with the pools of ranks, which stay joined for all tests of a module.
         env: environment variables of a job for this test alone instead. A test with a parameter ``env`` has one, too,
             with these variables.
+        start: runs the body in a job for this test alone, as :func:`run_ranks` does; for example a partial of
+            :func:`tests.simulated_nccl.ranks.run`.
+        options: names of the test's parameters that are also keywords of ``start``.
     """
 
     def decorate(test: Test) -> Callable[..., None]:
         own = inspect.signature(test)
-        alone = env is not None or "env" in own.parameters
+        alone = start is not None or env is not None or "env" in own.parameters
 
         @wraps(test)
         def run(**values: Any) -> None:
@@ -39,13 +47,15 @@ def on_ranks(
             call = (_call, test.__module__, test.__name__, *given)
             count = size or values["size"]
             if made is None:
-                results = run_ranks(count, *call, env={**(env or {}), **values.get("env", {})})
+                variables = {**(env or {}), **values.get("env", {})}
+                more = {name: values[name] for name in options}
+                results = (start or run_ranks)(count, *call, env=variables, **more)
             else:
                 results = made(count).run(*call)
             assert results == [None] * count
 
-        more = [] if alone else [inspect.Parameter(pool, inspect.Parameter.KEYWORD_ONLY)]
-        run.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
+        pools = [] if alone else [inspect.Parameter(pool, inspect.Parameter.KEYWORD_ONLY)]
+        run.__signature__ = own.replace(parameters=[*own.parameters.values(), *pools])  # type: ignore[attr-defined]
         return run
 
     return decorate
