@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import unicoll as dist
+from tests.gpu import gpu_jobs
+from tests.gpu.check import rank_jobs, streaming_jobs
 from tests.nccl.nccl_jobs import backend_of, calling, connect, error_of, new_group
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.ranks import SimulatedJob, run
@@ -21,7 +23,7 @@ from tests.support import worker
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
 from tests.support.ranks import Pool, joined, pools
-from tests.support.worker import leave
+from tests.support.worker import enter, leave
 
 
 @pytest.fixture(scope="module", params=["oldest", "newest"])
@@ -62,48 +64,24 @@ def test_a_group_of_nccl_alone_has_a_barrier_and_refuses_host_arrays() -> None:
     assert "serves cpu arrays" in said
 
 
-def enqueue_all_operations() -> list[Any]:
-    """Every operation, blocking and not, while the device is held; this thread's calls that query or await it."""
-    sim, me, n = ranks.simulation(), dist.get_rank(), dist.get_world_size()
-    connect()
-    dist.all_reduce(arrays.full(1, 1.0), async_op=True).synchronize()
-
-    def one(count: int = 4) -> Any:
-        return arrays.full(count, float(me))
-
-    def many() -> list[Any]:
-        return [one() for _ in range(n)]
-
-    calls: list[Callable[[bool], Any]] = [
-        lambda a: dist.all_reduce(one(), async_op=a),
-        lambda a: dist.broadcast(one(), 0, async_op=a),
-        lambda a: dist.reduce(one(), 0, async_op=a),
-        lambda a: dist.all_gather(many(), one(), async_op=a),
-        lambda a: dist.all_gather_into_tensor(one(4 * n), one(), async_op=a),
-        lambda a: dist.reduce_scatter(one(), many(), async_op=a),
-        lambda a: dist.reduce_scatter_tensor(one(), one(4 * n), async_op=a),
-        lambda a: dist.all_to_all(many(), many(), async_op=a),
-        lambda a: dist.all_to_all_single(one(4 * n), one(4 * n), async_op=a),
-        lambda a: dist.gather(one(), many() if me == 0 else None, 0, async_op=a),
-        lambda a: dist.scatter(one(), many() if me == 0 else None, 0, async_op=a),
-        lambda a: dist.all_reduce(one(8)[::2], async_op=a),
-        lambda a: dist.all_reduce_coalesced([one(), one()], async_op=a),
-    ]
-    sim.scheduler.forget()
-    with sim.hold():
-        for call in calls:
-            call(False)
-            work = call(True)
-            work.wait()
-        mine = [b for b in sim.scheduler.trace if b.thread == threading.current_thread().name]
-        early = work.is_completed()
-    work.synchronize()
-    sim.synchronize()
-    return [early, work.is_completed(), *(f"{b.call} {b.what} in {b.where}" for b in mine)]
-
-
-def test_no_call_blocks_the_host(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(enqueue_all_operations) == [[False, True]] * 2
+@pytest.mark.parametrize("policy", ["oldest", "newest"])
+def test_no_call_blocks_the_host_and_graphs_replay_operations(policy: str) -> None:
+    """By programs of the checks on a GPU."""
+    with SimulatedJob(2, policy=policy) as job:
+        for function in (rank_jobs.count_cuda_calls, enter):
+            job.call(function)
+            job.results()
+        for program in (
+            streaming_jobs.no_call_waits_for_the_device,
+            streaming_jobs.wait_orders_and_synchronize_blocks,
+            streaming_jobs.a_graph_of_a_blocking_call,
+            streaming_jobs.a_graph_of_an_asynchronous_call,
+            streaming_jobs.what_cannot_be_recorded_says_so,
+        ):
+            job.call(gpu_jobs.fails, program.__name__, None)
+            assert job.results() == [None, None]
+        job.call(leave)
+        assert job.results() == [[], []]
 
 
 @on_ranks(2)
@@ -147,32 +125,6 @@ def test_messages() -> None:
         assert words in (said := error_of(call)), said
     connect()
     assert [*y.numpy(), *mine.numpy()] == [1 - me] * 5 + [10 + me] * 3
-
-
-def captured() -> list[Any]:
-    """Blocking and asynchronous operations recorded into a graph, which is then launched twice."""
-    here, stream, group = ranks.simulation(), arrays.Stream(), dist.new_group()
-    with stream:
-        x, y = arrays.full(4, 1.0, np.float32), arrays.full(4, dist.get_rank() + 1.0, np.float32)
-        with here.capture(stream.ptr):
-            said = error_of(lambda: dist.all_reduce(x, group=group))
-        connect()
-        stream.synchronize()
-        with here.capture(stream.ptr) as graphs:
-            dist.all_reduce(x)
-            dist.all_reduce(y, async_op=True).wait()
-        for _ in range(2):
-            here.launch(graphs[0], stream.ptr)
-        values = [x.numpy().tolist(), y.numpy().tolist()]
-    graphs[0].destroy()  # NCCL's communicators last as long as graphs that use them
-    dist.destroy_process_group(group)
-    return [said, *values]
-
-
-def test_operations_are_recorded_into_graphs(pool: Callable[[int], Pool]) -> None:
-    for said, x, y in pool(2).run(captured):
-        assert "do one before capturing" in said
-        assert (x, y) == ([4.0] * 4, [6.0] * 4)
 
 
 @on_ranks(2)

@@ -177,9 +177,10 @@ def every_operation(k: Kit) -> list[tuple[str, Callable[[bool], Any]]]:
 def no_call_waits_for_the_device(k: Kit) -> dict[str, Any]:
     """Every operation, blocking and not, while the device is busy, and the CUDA calls that it makes."""
     calls = every_operation(k)
-    for _, call in calls:  # connections between ranks are made at the first use of each
-        call(False)
-        call(True).synchronize()
+    if not k.simulated:
+        for _, call in calls:  # connections between ranks are made at the first use of each
+            call(False)
+            call(True).synchronize()
     k.synchronize()
     before, took = cuda_calls(), {}
     with k.late(_LONG_S):
@@ -299,8 +300,16 @@ def a_graph_of_a_blocking_call(k: Kit) -> None:
 
 
 def a_graph_of_an_asynchronous_call(k: Kit) -> None:
-    """On the group's stream, and wait()."""
-    replayed(k, dist.get_rank(), dist.get_world_size(), lambda x: _start(dist.all_reduce, x).wait())
+    """On the group's stream, and wait(); behind a blocking call in the same graph."""
+    n, other = dist.get_world_size(), k.full(8, 1.0)
+    k.synchronize()
+
+    def reduce(x: Any) -> None:
+        dist.all_reduce(other)
+        _start(dist.all_reduce, x).wait()
+
+    replayed(k, dist.get_rank(), n, reduce)
+    expect(k, other, n**5, "a blocking call before, in three replays, and after")
 
 
 def a_graph_of_a_coalesced_call(k: Kit) -> None:
@@ -353,6 +362,7 @@ def what_cannot_be_recorded_says_so(k: Kit) -> list[str]:
     k.capture(stream, body).close()
     assert said, "a first operation was recorded"
     assert "graph" in said[0], said
+    assert "do one before capturing" in said[0], said
     dist.all_reduce(x, group=fresh)
     k.synchronize()
     dist.destroy_process_group(fresh)
