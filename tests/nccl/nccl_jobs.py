@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 import unicoll as dist
 from nccl_comm.backend import NCCLBackend
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.streams import LATER, Op
-from tests.support.order import await_true, await_word, send_word
-from unicoll.backend.flight_recorder import ring
-from unicoll.group.recorded_calls import recorded_calls
+from tests.support.order import await_true
 
 __all__ = [
     "backend_of",
@@ -24,7 +20,6 @@ __all__ = [
     "connect",
     "error_of",
     "new_group",
-    "recorded",
     "timed",
     "untimed",
 ]
@@ -163,26 +158,3 @@ def timed_by_a_host_backend() -> list[bool]:
     works += [view.irecv(first, (me - 1) % n), view.isend(sent, (me + 1) % n)]
     works += view.batch_isend_irecv([(True, sent, (me + 1) % n, 0), (False, second, (me - 1) % n, 0)])
     return [work.duration() > 0 for work in works]
-
-
-def recorded() -> dict[str, Any]:
-    """What the flight recorder has of calls that the other rank has not made, and of the same calls when all have."""
-    me = dist.get_rank()
-    x = arrays.full(4, me + 1, np.float32)
-    dist.all_reduce(x)
-    dist.barrier()
-    ring().clear()
-    found: dict[str, Any] = {"enqueued": []}
-    if me == 1:
-        await_word()
-    dist.all_reduce(x)
-    work = dist.all_reduce(x, async_op=True)
-    if me == 0:
-        time.sleep(0.1)
-        found["enqueued"] = [(c.op, c.state, c.blocking) for c in recorded_calls()]
-        send_word(1)
-    work.synchronize()
-    # The watchdog notices the end of calls for which no thread waits.
-    await_true(lambda: not any(c.state == "started" for c in recorded_calls()))
-    found["ended"] = [(c.op, c.state, c.blocking) for c in recorded_calls()]
-    return found
