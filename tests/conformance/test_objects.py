@@ -1,17 +1,22 @@
-"""Object collectives and object messages: on a group of threads for the rules, then on real processes."""
+"""Object collectives and object messages, in groups whose ranks are not the global ones; the MACs of objects."""
 
 from __future__ import annotations
 
 import os
 import struct
-import threading
 import warnings
-from types import SimpleNamespace
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from unicoll.api import collectives, object_payload, objects, p2p
+import unicoll as dist
+from tests.support.calls import COALESCED, COLLECTIVES, invoke
+from tests.support.on_ranks import on_ranks
+from tests.support.outcomes import failure_of
+from tests.support.ranks import ProcessJob, pools
+from unicoll.api import object_payload
 from unicoll.errors import (
     AuthenticationError,
     DistArgumentError,
@@ -51,154 +56,30 @@ def _explode():
     raise OSError("exploded")
 
 
-class Hub:
-    """What the ranks of a :class:`ThreadGroup` share."""
-
-    def __init__(self, size):
-        self.slots = [None] * size
-        self.barrier = threading.Barrier(size)
-        self.boxes = {}
-        self.arrived = threading.Condition()
-        self.calls = [[] for _ in range(size)]
-
-    def swap(self, rank, value):
-        """Every rank's value, on every rank."""
-        self.slots[rank] = value
-        self.barrier.wait(WAIT)
-        values = list(self.slots)
-        self.barrier.wait(WAIT)
-        return values
+@pytest.fixture(scope="module")
+def refusing():
+    """Pools of ranks that refuse pickles."""
+    with pools(partial(ProcessJob, env={"UNICOLL_ALLOW_PICKLE": "0"})) as made:
+        yield made
 
 
-class ThreadGroup:
-    """A process group whose ranks are threads; global rank = 10 + rank, to tell the two apart."""
-
-    group_name = "threads"
-
-    def __init__(self, hub, rank, allow_pickle):
-        self.hub = hub
-        self.me = rank
-        self.job = SimpleNamespace(fake=False, allows_pickle=allow_pickle)
-        self.ranks = tuple(range(10, 10 + len(hub.slots)))
-        self.object_seals = ObjectSeals(rank, "threads", b"k" * 32, allow_pickle)
-
-    def rank(self):
-        return self.me
-
-    def size(self):
-        return len(self.ranks)
-
-    def group_rank(self, rank):
-        return self.ranks.index(rank)
-
-    def global_rank(self, rank):
-        return self.ranks[rank]
-
-    def _swap(self, name, value):
-        self.hub.calls[self.me].append(name)
-        called = self.hub.swap(self.me, name)
-        assert len(set(called)) == 1, f"ranks called {called}"
-        return self.hub.swap(self.me, value)
-
-    def broadcast(self, tensor, *, src, timeout=None):
-        source = self._swap("broadcast", tensor.copy())[src]
-        assert source.shape == tensor.shape
-        assert source.dtype == tensor.dtype
-        if self.me != src:
-            tensor[:] = source
-
-    def all_gather_into_tensor(self, output, tensor, *, timeout=None):
-        for row, value in zip(output, self._swap("all_gather_into_tensor", tensor.copy()), strict=True):
-            row[:] = value
-
-    def all_gather(self, tensor_list, tensor, *, timeout=None):
-        for target, value in zip(tensor_list, self._swap("all_gather", tensor.copy()), strict=True):
-            target[:] = value
-
-    def gather(self, tensor, gather_list, *, dst, timeout=None):
-        values = self._swap("gather", tensor.copy())
-        self._note_sizes(values)
-        assert (gather_list is not None) == (self.me == dst)
-        for target, value in zip(gather_list or (), values, strict=False):
-            assert target.size == value.size
-            target[:] = value
-
-    def scatter(self, tensor, scatter_list, *, src, timeout=None):
-        values = self._swap("scatter", scatter_list)
-        assert [value is not None for value in values] == [rank == src for rank in range(self.size())]
-        self._note_sizes(values[src])
-        assert tensor.size == values[src][self.me].size
-        tensor[:] = values[src][self.me]
-
-    def _note_sizes(self, parts):
-        if len({part.size for part in parts}) > 1:
-            self.hub.calls[self.me][-1] += " of different sizes"
-
-    def send(self, tensor, *, dst, tag, timeout=None):
-        self.hub.calls[self.me].append("send")
-        with self.hub.arrived:
-            self.hub.boxes.setdefault(dst, []).append((self.me, tag, tensor.copy()))
-            self.hub.arrived.notify_all()
-
-    def recv(self, tensor, *, src, tag, timeout=None):
-        def match():
-            for message in self.hub.boxes.get(self.me, []):
-                if message[0] == src or src is None:
-                    return message
-            return None
-
-        with self.hub.arrived:
-            assert self.hub.arrived.wait_for(match, WAIT)
-            message = match()
-            self.hub.boxes[self.me].remove(message)
-        sender, sent_tag, data = message
-        assert (sent_tag, data.shape) == (tag, tensor.shape)
-        tensor[:] = data
-        return sender
-
-    def batch_isend_irecv(self, ops, *, timeout=None):
-        works = []
-        for sending, tensor, peer, tag in ops:
-            self.hub.calls[self.me].append("batch")
-            if sending:
-                self.send(tensor, dst=peer, tag=tag)
-            else:
-                self.recv(tensor, src=peer, tag=tag)
-            works.append(SimpleNamespace(wait=lambda: True))
-        return works
+def reversed_world():
+    """A new group of all ranks in which rank i is global rank size - 1 - i; this rank's rank in it."""
+    group = dist.new_group(range(dist.get_world_size())[::-1], sort_ranks=False)
+    return group, group.rank()
 
 
-@pytest.fixture
-def run(monkeypatch):
-    """``run(size, body)`` calls ``body(rank)`` on threads; returns results or errors, and the calls."""
-    local = threading.local()
-    monkeypatch.setattr(collectives.world, "resolve", lambda group, *_: local.group)
+def recorded(group):
+    """The calls of a group from now on: the name, and the number of elements of the first argument."""
+    calls = []
 
-    def start(size, body, allow_pickle=True):
-        hub = Hub(size)
-        results = [None] * size
+    def record(name, method, *args, **more):
+        calls.append((name, getattr(args[0], "size", None)))
+        return method(*args, **more)
 
-        def work(rank):
-            local.group = ThreadGroup(hub, rank, allow_pickle)
-            try:
-                results[rank] = body(rank)
-            except DistError as error:
-                results[rank] = error
-            except BaseException as error:
-                hub.barrier.abort()
-                results[rank] = error
-                raise
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT)
-            assert not thread.is_alive()
-        assert not any(hub.boxes.values()), "messages that nobody took"
-        return results, hub.calls
-
-    return start
+    for name in (*COLLECTIVES, "send", "recv", "batch_isend_irecv"):
+        setattr(group, name, partial(record, name, getattr(group, name)))
+    return calls
 
 
 def sample(rank):
@@ -210,394 +91,331 @@ def check_sample(obj, rank):
     assert {**obj, "data": 0} == {**sample(rank), "data": 0}
 
 
-SIZES = [1, 2, 3, 4, 7]
+SIZES = [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast(run, size):
-    def body(rank):
-        mine = [sample(3), "two", Custom(5)] if rank == size - 1 else [None, 0, 0]
-        before = list(mine)
-        assert objects.broadcast_object_list(mine, src=10 + size - 1, device="cpu") is None
-        if rank == size - 1:
-            assert all(a is b for a, b in zip(mine, before, strict=True))
-        return mine
-
-    results, _ = run(size, body)
-    for mine in results:
-        check_sample(mine[0], 3)
-        assert mine[1:] == ["two", Custom(5)]
+@on_ranks()
+def test_broadcast(size):
+    group, rank = reversed_world()
+    mine = [sample(3), "two", Custom(5)] if rank == size - 1 else [None, 0, 0]
+    before = list(mine)
+    assert dist.broadcast_object_list(mine, src=0, group=group, device="cpu", timeout=WAIT) is None
+    assert rank < size - 1 or all(a is b for a, b in zip(mine, before, strict=True))
+    check_sample(mine[0], 3)
+    assert mine[1:] == ["two", Custom(5)]
 
 
-def test_broadcast_of_nothing(run):
-    assert run(2, lambda rank: objects.broadcast_object_list([], group_src=0))[0] == [None, None]
+@on_ranks(2)
+def test_broadcast_of_nothing():
+    assert dist.broadcast_object_list([], group_src=0) is None
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_gather(run, size):
-    def body(rank):
-        out = [None] * (size + 1)
-        objects.all_gather_object(out, sample(rank))
-        return out
-
-    for out in run(size, body)[0]:
-        for rank in range(size):
-            check_sample(out[rank], rank)
-        assert out[size] is None
+@on_ranks()
+def test_all_gather(size):
+    group, rank = reversed_world()
+    out = [None] * (size + 1)
+    dist.all_gather_object(out, sample(rank), group)
+    for i in range(size):
+        check_sample(out[i], i)
+    assert out[size] is None
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("large", [0, 1000, 1 << 20])
 @pytest.mark.parametrize("equal", [True, False])
-def test_all_gather_of_large_objects(run, size, large, equal):
+@on_ranks()
+def test_all_gather_of_large_objects(size, large, equal):
     """Small objects are in the headers; others are padded, unless that would be more than 64 KiB."""
-
-    def body(rank):
-        out = [None] * size
-        objects.all_gather_object(out, (rank, bytes(large) if equal or rank == 0 else b""))
-        return out
-
-    results, calls = run(size, body)
-    expected = [(rank, bytes(large) if equal or rank == 0 else b"") for rank in range(size)]
-    assert results == [expected] * size
+    group, rank = reversed_world()
+    calls = recorded(group)
+    expected = [(i, bytes(large) if equal or i == 0 else b"") for i in range(size)]
+    out = [None] * size
+    dist.all_gather_object(out, expected[rank], group)
+    assert out == expected
     bodies = (
         []
         if not large
         else ["all_gather" if large > 1000 and not equal and size > 1 else "all_gather_into_tensor"]
     )
-    assert calls == [["all_gather_into_tensor", *bodies]] * size
+    assert [name for name, _ in calls] == ["all_gather_into_tensor", *bodies]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("large", [0, 1000, 1 << 20])
-def test_gather_and_scatter_back(run, size, large):
+@on_ranks()
+def test_gather_and_scatter_back(size, large):
     """Small pieces are in the headers; pieces of similar size are padded; one that is much larger moves no padding."""
+    group, rank = reversed_world()
+    calls = recorded(group)
     dst = size - 1
-
-    def body(rank):
-        out = [None] * size if rank == dst else None
-        objects.gather_object((rank, bytes(large) if rank == 0 else b""), out, group_dst=dst)
-        back = [None, "kept"]
-        objects.scatter_object_list(back, out, group_src=dst)
-        return out, back
-
-    results, calls = run(size, body)
-    expected = [(rank, bytes(large) if rank == 0 else b"") for rank in range(size)]
-    for rank, (out, back) in enumerate(results):
-        assert out == (expected if rank == dst else None)
-        assert back == [expected[rank], "kept"]
-    uneven = large == 1 << 20 and size > 2
-    for made in calls:
-        for op in ("gather", "scatter"):
-            assert (f"{op} of different sizes" in made) == uneven
-        assert ("gather" in made) == (large > 0 and not uneven)
+    expected = [(i, bytes(large) if i == 0 else b"") for i in range(size)]
+    out, back = [None] * size if rank == dst else None, [None, "kept"]
+    dist.gather_object(expected[rank], out, group=group, group_dst=dst)
+    assert out == (expected if rank == dst else None)
+    dist.scatter_object_list(back, out, group=group, group_src=dst)
+    assert back == [expected[rank], "kept"]
+    everyones = [None] * size
+    dist.all_gather_object(everyones, calls)
+    for op in ("gather", "scatter"):
+        sizes = zip(*([n for name, n in made if name == op] for made in everyones), strict=True)
+        assert any(len(set(of_call)) > 1 for of_call in sizes) == (large == 1 << 20 and size > 2)
+    assert ("gather" in dict(calls)) == (large > 0)
 
 
-def test_roots_default_to_global_rank_0(run):
-    for body in (
-        lambda rank: objects.broadcast_object_list([None]),
-        lambda rank: objects.gather_object(1, [None] * 2),
-        lambda rank: objects.scatter_object_list([None], [1, 2]),
+@on_ranks(3)
+def test_roots_default_to_global_rank_0():
+    group = dist.new_group([2, 1], sort_ranks=False)
+    for call in (
+        lambda: dist.broadcast_object_list([None], group=group),
+        lambda: dist.gather_object(1, [None] * 2, group=group),
+        lambda: dist.scatter_object_list([None], [1, 2], group=group),
     ):
-        for error in run(2, body)[0]:
-            assert isinstance(error, DistArgumentError)
-            assert "=0 is not in group 'threads' (global ranks 10, 11)" in str(error)
+        if dist.get_rank() > 0:
+            with pytest.raises(DistArgumentError) as caught:
+                call()
+            assert f"=0 is not in group '{group.group_name}' (global ranks 2, 1)" in str(caught.value)
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("source", [{"src": 10}, {"group_src": 0}, {}])
-def test_messages(run, batched, source):
-    def body(rank):
-        if rank == 0:
-            p2p.send_object_list([sample(2), Custom(1)], dst=11, use_batch=batched)
-            return None
+@pytest.mark.parametrize("source", [{"src": 1}, {"group_src": 0}, {}])
+@on_ranks(2)
+def test_messages(batched, source):
+    group, rank = reversed_world()
+    calls = recorded(group)
+    if rank == 0:
+        dist.send_object_list([sample(2), Custom(1)], dst=0, group=group, use_batch=batched)
+        assert ("batch_isend_irecv" in dict(calls)) == batched
+    else:
         received = [None, None]
-        assert p2p.recv_object_list(received, use_batch=batched, **source) == 10
-        return received
-
-    results, calls = run(2, body)
-    check_sample(results[1][0], 2)
-    assert results[1][1] == Custom(1)
-    assert ("batch" in calls[0]) == batched
+        assert dist.recv_object_list(received, group=group, use_batch=batched, **source) == 1
+        check_sample(received[0], 2)
+        assert received[1] == Custom(1)
 
 
 # Failures reach every rank --------------------------------------------------------------------------------
 
 
-def operations(sender, obj, size):
+def operations(group, sender, obj):
     """Every operation with ``obj`` sent by ``sender``."""
-
-    def all_gather(rank):
-        objects.all_gather_object([None] * size, obj if rank == sender else rank)
-
-    def gather(rank):
-        out = [None] * size if rank == 0 else None
-        objects.gather_object(obj if rank == sender else rank, out, group_dst=0)
-
-    def broadcast(rank):
-        objects.broadcast_object_list([0, obj] if rank == sender else [0, 0], group_src=sender)
-
-    def scatter(rank):
-        everyone = [0] * (size - 1) + [obj]
-        objects.scatter_object_list([None], everyone if rank == sender else None, group_src=sender)
-
-    return {"all_gather": all_gather, "gather": gather, "broadcast": broadcast, "scatter": scatter}
+    rank, size = group.rank(), group.size()
+    mine = obj if rank == sender else rank
+    everyone = [0] * (size - 1) + [obj]
+    return {
+        "all_gather": lambda: dist.all_gather_object([None] * size, mine, group),
+        "gather": lambda: dist.gather_object(
+            mine, [None] * size if rank == 0 else None, group=group, group_dst=0
+        ),
+        "broadcast": lambda: dist.broadcast_object_list([0, mine], group=group, group_src=sender),
+        "scatter": lambda: dist.scatter_object_list(
+            [None], everyone if rank == sender else None, group=group, group_src=sender
+        ),
+    }
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "gather", "broadcast", "scatter"])
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_a_refused_pickle_raises_on_all_ranks(run, operation, size):
-    sender = size - 1
-    results, _ = run(size, operations(sender, [Custom(1)], size)[operation], allow_pickle=False)
-    for rank, error in enumerate(results):
-        assert isinstance(error, PickleRefusedError)
-        assert error.rank == 10 + sender
-        assert error.group == "threads"
-        assert error.op in str(error)
-        assert "Custom" in str(error)
-        assert "UNICOLL_SECRET" in str(error)
-        assert rank == sender or f"rank {10 + sender}" in str(error)
+@on_ranks(pool="refusing")
+def test_a_refused_pickle_raises_on_all_ranks(size):
+    group, rank = reversed_world()
+    for operation in operations(group, size - 1, [Custom(1)]).values():
+        with pytest.raises(PickleRefusedError) as caught:
+            operation()
+        error = caught.value
+        assert error.rank == 0
+        assert error.group == group.group_name
+        for word in (error.op, "Custom", "UNICOLL_SECRET", *(["rank 0"] if rank != size - 1 else [])):
+            assert word in str(error)
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "gather", "broadcast", "scatter"])
-def test_a_failing_pickle_raises_on_all_ranks(run, operation):
-    results, _ = run(3, operations(2, Broken(), 3)[operation])
-    for error in results:
-        assert type(error) is DistError
-        assert error.rank == 12
-        assert "Broken: OSError: cannot be pickled" in str(error)
+@on_ranks(3)
+def test_a_failing_pickle_raises_on_all_ranks():
+    group, rank = reversed_world()
+    for operation in operations(group, 2, Broken()).values():
+        with pytest.raises(DistError) as caught:
+            operation()
+        assert type(caught.value) is DistError
+        assert caught.value.rank == 0
+        assert "Broken: OSError: cannot be pickled" in str(caught.value)
+        assert rank == 2 or "rank 0 has nothing to send: " in str(caught.value)
+    dist.all_gather_object(found := [None] * 3, rank, group)
+    assert found == [0, 1, 2]
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "gather", "broadcast", "scatter"])
-def test_what_cannot_be_loaded_raises_where_it_should_be(run, operation):
-    results, _ = run(3, operations(1, BrokenOnArrival(), 3)[operation])
-    loading = {"all_gather": [0, 1, 2], "gather": [0], "broadcast": [0, 2], "scatter": [2]}[operation]
-    for rank, error in enumerate(results):
-        assert isinstance(error, DistError) == (rank in loading)
-        assert rank not in loading or "from rank 11: cannot unpickle an object: OSError: exploded" in str(
-            error
-        )
+@on_ranks(4)
+def test_what_cannot_be_loaded_raises_where_it_should_be():
+    group, rank = reversed_world()
+    loading = {"all_gather": [0, 1, 2, 3], "gather": [0], "broadcast": [0, 2, 3], "scatter": [3]}
+    for name, operation in operations(group, 1, BrokenOnArrival()).items():
+        failure = failure_of(operation)
+        assert (failure is not None) == (rank in loading[name])
+        if failure is not None:
+            assert "DistError" in failure.bases
+            assert "from rank 2: cannot unpickle an object: OSError: exploded" in failure.message
 
 
-def test_a_failing_sender_tells_the_receiver(run):
-    def body(rank):
+@on_ranks(2, pool="refusing")
+def test_a_failing_sender_tells_the_receiver():
+    group, rank = reversed_world()
+    with pytest.raises(PickleRefusedError, match="Custom") as caught:
         if rank == 0:
-            p2p.send_object_list([Custom(1)], group_dst=1)
+            dist.send_object_list([Custom(1)], group=group, group_dst=1)
         else:
-            p2p.recv_object_list([None])
-
-    for error in run(2, body, allow_pickle=False)[0]:
-        assert isinstance(error, PickleRefusedError)
-        assert "Custom" in str(error)
-        assert error.rank == 10
+            dist.recv_object_list([None], group=group)
+    assert caught.value.rank == 1
 
 
-def test_lists_of_another_length(run):
-    def body(rank):
-        objects.broadcast_object_list([1, 2] if rank == 0 else [None], group_src=0)
-
-    results, _ = run(2, body)
-    assert results[0] is None
-    assert isinstance(results[1], DistArgumentError)
-    assert "rank 10 sent 2 objects, object_list has 1" in str(results[1])
-
-    def message(rank):
-        if rank == 0:
-            p2p.send_object_list([1, 2], group_dst=1)
-        else:
-            p2p.recv_object_list([None] * 3, group_src=0)
-
-    assert isinstance(run(2, message)[0][1], DistArgumentError)
+@on_ranks(2)
+def test_lists_of_another_length():
+    group, rank = reversed_world()
+    if rank == 0:
+        dist.broadcast_object_list([1, 2], group=group, group_src=0)
+        dist.send_object_list([1, 2], group=group, group_dst=1)
+    else:
+        with pytest.raises(DistArgumentError, match="rank 1 sent 2 objects, object_list has 1"):
+            dist.broadcast_object_list([None], group=group, group_src=0)
+        with pytest.raises(DistArgumentError):
+            dist.recv_object_list([None] * 3, group=group, group_src=0)
 
 
-def test_bad_arguments_are_refused_before_anything_moves(run):
-    for body, error, message in (
-        (
-            lambda rank: objects.all_gather_object([None], 1),
-            DistArgumentError,
-            "object_list has 1 entries, 2",
-        ),
-        (lambda rank: objects.all_gather_object(None, 1), DistTypeError, "object_list must be a list"),
-        (
-            lambda rank: objects.gather_object(1, [None] * 2, group_dst=1 - rank),
-            DistArgumentError,
-            "for the destination",
-        ),
-        (lambda rank: objects.scatter_object_list([], [1, 2], group_src=0), DistArgumentError, "0 entries"),
-        (lambda rank: objects.scatter_object_list([0], [1], group_src=rank), DistArgumentError, "not 1"),
-        (lambda rank: objects.scatter_object_list([0], group_src=rank), DistArgumentError, "not None"),
-        (lambda rank: objects.broadcast_object_list([0], src=10, group_src=0), DistArgumentError, "not both"),
-        (lambda rank: objects.broadcast_object_list([0], group_src=2), DistArgumentError, "group_src=2"),
-        (lambda rank: objects.broadcast_object_list([0], group_src=-1), DistArgumentError, "group_src=-1"),
-        (lambda rank: objects.broadcast_object_list([0], group_src="0"), DistTypeError, "an integer"),
-        (lambda rank: objects.broadcast_object_list([0], src="10"), DistTypeError, "an integer"),
-        (lambda rank: objects.all_gather_object([0, 0], 1, timeout=-1), DistArgumentError, "positive time"),
+@on_ranks(2)
+def test_bad_arguments_are_refused_before_anything_moves():
+    group, rank = reversed_world()
+    calls = recorded(group)
+    for name, arguments, settings, error, message in (
+        ("all_gather_object", ([None], 1), {}, DistArgumentError, "object_list has 1 entries, 2"),
+        ("all_gather_object", (None, 1), {}, DistTypeError, "object_list must be a list"),
+        ("all_gather_object", ([0, 0], 1), {"timeout": -1}, DistArgumentError, "positive time"),
+        ("gather_object", (1, [0, 0]), {"group_dst": 1 - rank}, DistArgumentError, "for the destination"),
+        ("gather_object", (1, None), {"group_dst": rank}, DistTypeError, "must be a list"),
+        ("gather_object", (1, (0, 0)), {"group_dst": rank}, DistTypeError, "must be a list"),
+        ("gather_object", (1, []), {"group_dst": rank}, DistArgumentError, "0 entries"),
+        ("scatter_object_list", ([], [1, 2]), {"group_src": 0}, DistArgumentError, "0 entries"),
+        ("scatter_object_list", ([0], [1]), {"group_src": rank}, DistArgumentError, "not 1"),
+        ("scatter_object_list", ([0],), {"group_src": rank}, DistArgumentError, "not None"),
+        ("broadcast_object_list", ([0],), {"src": 1, "group_src": 0}, DistArgumentError, "not both"),
+        ("broadcast_object_list", ([0],), {"group_src": 2}, DistArgumentError, "group_src=2"),
+        ("broadcast_object_list", ([0],), {"group_src": -1}, DistArgumentError, "group_src=-1"),
+        ("broadcast_object_list", ([0],), {"group_src": "0"}, DistTypeError, "an integer"),
+        ("broadcast_object_list", ([0],), {"src": "1"}, DistTypeError, "an integer"),
     ):
-        results, calls = run(2, body)
-        refused = [result for result in results if result is not None]
-        assert refused
-        for result in refused:
-            assert isinstance(result, error)
-            assert message in str(result)
-        assert calls == [[], []] or len(refused) < 2
+        with pytest.raises(error, match=message):
+            getattr(dist, name)(*arguments, group=group, **settings)
+        assert calls == []
 
 
-def test_the_destination_needs_a_list(run):
-    for target, error in ((None, DistTypeError), ((None,), DistTypeError), ([], DistArgumentError)):
-        results, calls = run(1, lambda rank, target=target: objects.gather_object(1, target, group_dst=0))
-        assert isinstance(results[0], error)
-        assert calls == [[]]
-
-
-def test_a_lying_sender_is_refused(run):
+@on_ranks(2, pool="refusing")
+def test_a_lying_sender_is_refused():
     """Bodies that contradict themselves are refused, whatever they claim."""
+    group, _ = reversed_world()
     for body in (
         b"",
         struct.pack("<Q", 1 << 63),
         struct.pack("<QQ", 1, 1 << 63),
         struct.pack("<Q", 0) + b"x",
     ):
-
-        def receive(rank, body=body):
-            group = objects.world.resolve(None)
+        with pytest.raises(DistError, match="malformed"):
             object_payload.load(group, np.frombuffer(body, np.uint8), 0, "test", 0)
 
-        error = run(1, receive, allow_pickle=False)[0][0]
-        assert isinstance(error, DistError)
-        assert "malformed" in str(error)
+
+@on_ranks(2, pool="refusing")
+def test_a_list_is_expected_where_lists_are_sent():
+    group, _ = reversed_world()
+    body = np.frombuffer(object_codec.dumps(3, False), np.uint8)
+    with pytest.raises(DistError) as caught:
+        object_payload.fill(group, [None], body, 0, "test", 0)
+    assert type(caught.value) is DistError
+    assert str(caught.value) == "test: rank 1 sent int in place of a list"
 
 
-def test_a_list_is_expected_where_lists_are_sent(run):
-    def receive(rank):
-        body = np.frombuffer(object_codec.dumps(3, False), np.uint8)
-        object_payload.fill(objects.world.resolve(None), [None], body, 0, "test", 0)
+@on_ranks(2)
+def test_outside_the_group_nothing_happens():
+    few = dist.new_group([0])
+    arrays = [array := np.ones(2)]
 
-    error = run(1, receive, allow_pickle=False)[0][0]
-    assert type(error) is DistError
-    assert str(error) == "test: rank 10 sent int in place of a list"
+    def made(count, dtype):
+        arrays.append(np.ones(abs(count), dtype))  # the size of the group is -1 here
+        return arrays[-1]
 
-
-def test_outside_the_group_nothing_happens(monkeypatch):
-    monkeypatch.setattr(collectives.world, "resolve", lambda group, *_: None)
-    array, out = np.ones(2), [np.zeros(2)]
-    assert objects.broadcast_object_list([1]) is None
-    assert objects.all_gather_object([None], 1) is None
-    assert objects.gather_object(1) is None
-    assert objects.scatter_object_list([None]) is None
-    assert p2p.send(array, 1) is None
-    assert p2p.recv(array) == -1
-    assert p2p.isend(array, 1) is None
-    assert p2p.irecv(array) is None
-    assert p2p.send_object_list([1], 1) is None
-    assert p2p.recv_object_list([1]) == -1
-    assert p2p.batch_isend_irecv([p2p.P2POp(p2p.isend, array, 1)]) == []
-    for function, arguments in (
-        (collectives.all_reduce, (array,)),
-        (collectives.broadcast, (array, 0)),
-        (collectives.reduce, (array, 0)),
-        (collectives.all_gather, (out, array)),
-        (collectives.all_gather_into_tensor, (array, array)),
-        (collectives.gather, (array,)),
-        (collectives.scatter, (array,)),
-        (collectives.reduce_scatter, (array, out)),
-        (collectives.reduce_scatter_tensor, (array, array)),
-        (collectives.all_to_all, (out, out)),
-        (collectives.all_to_all_single, (array, array)),
-        (collectives.barrier, ()),
-        (collectives.monitored_barrier, ()),
-        (collectives.all_reduce_coalesced, (out,)),
-        (collectives.broadcast_coalesced, (out, 0)),
-        (collectives.all_gather_coalesced, ([out], out)),
-        (collectives.all_gather_into_tensor_coalesced, (out, out)),
-        (collectives.reduce_scatter_tensor_coalesced, (out, out)),
-    ):
-        assert function(*arguments) is None
-    np.testing.assert_array_equal(array, 1)
+    if dist.get_rank() == 0:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert dist.broadcast_object_list([1], group=few) is None
+        assert dist.all_gather_object([None], 1, few) is None
+        assert dist.gather_object(1, group=few) is None
+        assert dist.scatter_object_list([None], group=few) is None
+        assert dist.send(array, 1, few) is None
+        assert dist.recv(array, group=few) == -1
+        assert dist.isend(array, 1, few) is None
+        assert dist.irecv(array, group=few) is None
+        assert dist.send_object_list([1], 1, few) is None
+        assert dist.recv_object_list([1], group=few) == -1
+        assert dist.batch_isend_irecv([dist.P2POp(dist.isend, array, 1, few)]) == []
+        assert dist.monitored_barrier(few) is None
+        for name in (*COLLECTIVES, *COALESCED):
+            assert invoke(name, few, make=made) is None
+    assert all((each == 1).all() for each in arrays)
 
 
-def test_plain_objects_need_no_pickle(run, monkeypatch):
-    monkeypatch.setattr(object_codec.pickle, "dumps", None)
-    monkeypatch.setattr(object_codec.pickle, "loads", None)
-
-    def body(rank):
-        out = [None] * 2
-        objects.all_gather_object(out, sample(rank))
-        return out
-
-    for out in run(2, body, allow_pickle=False)[0]:
-        check_sample(out[1], 1)
+@on_ranks(2, pool="refusing")
+def test_plain_objects_need_no_pickle():
+    group, rank = reversed_world()
+    out = [None] * 2
+    with mock.patch.multiple(object_codec.pickle, dumps=None, loads=None):
+        dist.all_gather_object(out, sample(rank), group)
+    check_sample(out[1], 1)
 
 
-# On real processes ----------------------------------------------------------------------------------------
+@on_ranks(3)
+def test_a_call_that_fails_before_it_sends_can_be_repeated():
+    group, rank = reversed_world()
+    if rank == 0:
+        with pytest.raises(TypeError):
+            dist.broadcast_object_list(None, src=2, group=group)
+        with pytest.raises(DistArgumentError):
+            dist.scatter_object_list([None], [1], src=2, group=group)
+    dist.broadcast_object_list(found := [rank] * 2, src=2, group=group)
+    dist.scatter_object_list(part := [None], np.arange(3) if rank == 0 else None, src=2, group=group)
+    dist.all_gather_object(everything := [None] * 3, Custom(rank), group)
+    assert (found, part, [custom.value for custom in everything]) == ([0, 0], [rank], [0, 1, 2])
 
 
-def on_each_rank(rank, size):
-    import unicoll as dist
+@on_ranks(4)
+def test_collectives_in_the_dimensions_of_a_mesh():
+    rank = dist.get_rank()
+    grid = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for name, expected in (("dp", [rank % 2, rank % 2 + 2]), ("tp", [rank // 2 * 2, rank // 2 * 2 + 1])):
+        total = np.array([rank])
+        dist.all_reduce(total, group=grid.get_group(name))
+        assert total.tolist() == [sum(expected)]
+        assert dist.get_process_group_ranks(grid.get_group(name)) == expected
+        assert grid[name].mesh.tolist() == expected
+    flat = grid.flatten()
+    assert flat.get_group() is dist.group.WORLD
+    assert grid.get_local_rank("tp") == grid.get_coordinate()[1] == rank % 2
 
-    dist.init_process_group("gloo")
-    try:
-        gathered = [None] * size
-        dist.all_gather_object(gathered, (sample(rank), Custom(rank)))
-        for i, (obj, custom) in enumerate(gathered):
-            check_sample(obj, i)
-            assert custom == Custom(i)
 
-        out = [None] * size if rank == 1 else None
-        dist.gather_object(bytes(1 << 20) if rank == 0 else rank, out, dst=1)
-        assert rank != 1 or out == [bytes(1 << 20), *range(1, size)]
-        back = [None]
-        dist.scatter_object_list(back, out, src=1)
-        assert back[0] == (bytes(1 << 20) if rank == 0 else rank)
+@on_ranks(4)
+def test_arrays_of_several_shapes_are_gathered_in_one_call():
+    arrays = [np.full(2, dist.get_rank()), np.full((3, 1), 10 * dist.get_rank())]
+    lists = [[np.zeros_like(a) for a in arrays] for _ in range(4)]
+    dist.all_gather_coalesced(lists, arrays)
+    assert [[a.tolist() for a in row] for row in lists] == [[[i] * 2, [[10 * i]] * 3] for i in range(4)]
 
-        news = [sample(5), Custom(6)] if rank == size - 1 else [None, None]
-        dist.broadcast_object_list(news, src=size - 1, timeout=WAIT)
-        check_sample(news[0], 5)
-        if rank == 0:
-            dist.send_object_list([sample(1), Custom(2)], dst=1)
-            dist.send_object_list([3], dst=1, use_batch=True)
-        elif rank == 1:
-            letters = [None, None]
-            assert dist.recv_object_list(letters) == 0
-            assert letters[1] == Custom(2)
-            assert dist.recv_object_list(letters[:1], src=0, use_batch=True) == 0
 
-        text = "Broken: OSError" if rank == 1 else "rank 1 has nothing to send: .*Broken: OSError"
-        with pytest.raises(DistError, match=text):
-            dist.all_gather_object(gathered, Broken() if rank == 1 else rank)
-        dist.all_gather_object(gathered, rank)
-        assert gathered == list(range(size))
-
-        arrays = [np.full(2, rank), np.full((3, 1), 10 * rank)]
-        lists = [[np.zeros_like(a) for a in arrays] for _ in range(size)]
-        dist.all_gather_coalesced(lists, arrays)
-        assert [[a.max() for a in row] for row in lists] == [[i, 10 * i] for i in range(size)]
-
-        grid = dist.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
-        for name, expected in (("dp", [rank % 2, rank % 2 + 2]), ("tp", [rank // 2 * 2, rank // 2 * 2 + 1])):
-            total = np.array([rank])
-            dist.all_reduce(total, group=grid.get_group(name))
-            assert total.tolist() == [sum(expected)]
-            assert dist.get_process_group_ranks(grid.get_group(name)) == expected
-            assert grid[name].mesh.tolist() == expected
-        flat = grid.flatten()
-        assert flat.get_group() is dist.group.WORLD
-        assert grid.get_local_rank("tp") == grid.get_coordinate()[1] == rank % 2
-
-        few = dist.new_group([0, 2])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            total = np.array([rank])
-            dist.all_reduce(total, group=few)
-        assert len(caught) == rank % 2
-        assert all(entry.filename == __file__ for entry in caught)
-        assert total.tolist() == [2 if rank in (0, 2) else rank]
-    finally:
-        dist.destroy_process_group()
+@on_ranks(4)
+def test_the_warning_outside_a_group_is_of_the_line_of_the_call():
+    few = dist.new_group([0, 2])
+    total = np.array([dist.get_rank()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.all_reduce(total, group=few)
+    assert [entry.filename for entry in caught] == [__file__] * (dist.get_rank() % 2)
+    assert total.tolist() == [2 if dist.get_rank() in (0, 2) else dist.get_rank()]
 
 
 def pickle_refused_by_one(rank, size):
-    import unicoll as dist
-
     if rank == 1:
         os.environ["UNICOLL_ALLOW_PICKLE"] = "0"
     dist.init_process_group("gloo")
@@ -617,31 +435,7 @@ def pickle_refused_by_one(rank, size):
 
 
 def test_one_rank_can_refuse_pickle_for_all():
-    from unicoll import spawn
-
-    spawn(pickle_refused_by_one, (3,), nprocs=3)
-
-
-def test_on_processes():
-    from unicoll import spawn
-
-    spawn(on_each_rank, (4,), nprocs=4)
-
-
-def test_a_call_that_fails_before_it_sends_can_be_repeated(run):
-    def body(rank):
-        group = objects.world.resolve(None)
-        if rank == 0:
-            with pytest.raises(TypeError):
-                objects.broadcast_object_list(None, src=10)
-            with pytest.raises(DistArgumentError):
-                objects.scatter_object_list([None], [1], src=10)
-        objects.broadcast_object_list(found := [group.rank()] * 2, src=10)
-        objects.scatter_object_list(part := [None], np.arange(3) if rank == 0 else None, src=10)
-        objects.all_gather_object(everything := [None] * 3, Custom(rank))
-        return found, part, [custom.value for custom in everything]
-
-    assert run(3, body)[0] == [([0, 0], [rank], [0, 1, 2]) for rank in range(3)]
+    dist.spawn(pickle_refused_by_one, (3,), nprocs=3)
 
 
 # --- MACs -------------------------------------------------------------------------------------------------------------
