@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from tests.conformance import one_rank
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.nccl import SimulatedNccl
-from tests.support.ranks import ROOT, environment
+from tests.support.programs import python
 
 GPU_TIMEOUT_S = 600
 ASK = """
@@ -41,26 +39,11 @@ def test_on_the_simulated_device(check: Callable[[one_rank.Bench], None], versio
 @pytest.fixture(scope="module")
 def on_gpu() -> dict[str, Any]:
     """What each check said on the GPU; they run in a process of their own, since CUDA and NCCL leave threads."""
-    asked = subprocess.run(
-        [sys.executable, "-c", ASK],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    asked = python("-c", ASK)
+    asked.check_returncode()
     if reason := asked.stdout.strip():
         pytest.skip(reason)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.conformance.one_rank"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=GPU_TIMEOUT_S,
-        check=False,
-    )
+    done = python("-m", "tests.conformance.one_rank", timeout=GPU_TIMEOUT_S)
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {r["check"]: r["error"] for r in reports if "check" in r} | {"": done.stderr}
 

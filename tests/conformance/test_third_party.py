@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,7 +23,8 @@ from tests.conformance import pipes_jobs as jobs
 from tests.conformance.counting import CountingBackend
 from tests.support import worker
 from tests.support.ports import listening_ports
-from tests.support.ranks import ROOT, ProcessJob, end_cleanly, environment, joined
+from tests.support.programs import python
+from tests.support.ranks import ROOT, ProcessJob, end_cleanly, joined
 from unicoll.backend import Backend as BackendBase
 from unicoll.backend import Caps
 from unicoll.errors import BackendUnavailableError, DistArgumentError
@@ -264,25 +264,8 @@ def installed(folder: Path, value: str) -> Path:
 )
 def test_every_operation_through_a_third_partys_backend(tmp_path: Path, how: str, value: str) -> None:
     path = [str(ROOT), str(installed(tmp_path, value)) if how == "installed" else str(HERE)]
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-m",
-            "unicoll.run",
-            "--nproc-per-node",
-            "3",
-            "--no-prefix",
-            str(HERE / "counting_program.py"),
-            how,
-        ],
-        env=environment({"PYTHONPATH": ":".join(path)}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = ["-W", "error", "-m", "unicoll.run", "--nproc-per-node", "3", "--no-prefix"]
+    ended = python(*words, HERE / "counting_program.py", how, PYTHONPATH=":".join(path))
     assert (ended.returncode, ended.stderr) == (0, "")
     reports = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(reports) == 3
@@ -319,15 +302,8 @@ class TestBackend(Conformance):
 
 def suite(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What somebody runs who has nothing but the installed packages."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", *arguments, "-q", "-p", "no:cacheprovider"],
-        cwd=folder,
-        env=environment({"PYTHONPATH": f"{ROOT}:{folder}"}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = ["-W", "error", "-m", *arguments, "-q", "-p", "no:cacheprovider"]
+    return python(*words, cwd=folder, PYTHONPATH=f"{ROOT}:{folder}")
 
 
 def test_the_suite_passes_an_installed_backend(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ output must be equal.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import ROOT, environment, reserved_port
+from tests.support.programs import python
+from tests.support.ranks import ROOT, reserved_port
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -35,15 +34,8 @@ def number_or_text(text: str) -> str | float:
 def run(folder: Path, name: str, *, check_exit: bool = True) -> list[list[str | float]]:
     """The sorted output lines of a script's processes, split into texts and numbers."""
     with reserved_port() as port:
-        ended = subprocess.run(
-            [sys.executable, f"{name}.py", str(port), str(DIGITS)],
-            cwd=folder,
-            env=environment({"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}),
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
+        variables = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+        ended = python(f"{name}.py", str(port), DIGITS, cwd=folder, **variables)
     if check_exit:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert ended.stderr == ""

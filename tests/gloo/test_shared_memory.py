@@ -7,8 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -28,6 +26,7 @@ from gloo_fallback.transport import topology
 from tests.support.log import Log
 from tests.support.on_ranks import on_ranks
 from tests.support.outcomes import failures_of
+from tests.support.programs import python
 from tests.support.ranks import ProcessJob, joined
 from tests.support.worker import enter
 from unicoll.backend import Call, Context
@@ -348,9 +347,7 @@ def test_another_user_cannot_open_the_segment() -> None:
     try:
         path = f"/proc/{os.getpid()}/fd/{made.descriptor}"
         os.close(os.open(path, os.O_RDWR))
-        done = subprocess.run(
-            [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=30
-        )
+        done = python("-c", program, path)
         assert done.stdout == "refused\n", done.stderr
     finally:
         made.close()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import inspect
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +20,7 @@ import pytest
 from nccl_comm.library import bindings, errors, interface, locate, structs
 from nccl_comm.library.bindings import DIRECT, SIGNATURES, WITH_CONFIG, Bindings
 from tests.simulated_nccl.cuda import Simulation
-from tests.support.ranks import ROOT, environment
+from tests.support.programs import python
 from tests.unit.c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
 from tests.unit.declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
 from unicoll import errors as tree
@@ -607,15 +605,7 @@ def ask(program: str) -> str:
         "from nccl_comm.library import interface, locate\n"
         "from nccl_comm.library.errors import error_for\nnccl = locate.nccl()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", opening + program],
-        cwd=ROOT,
-        timeout=300,
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment({"CUDA_VISIBLE_DEVICES": "", "NCCL_SOCKET_IFNAME": "lo"}),
-    )
+    done = python("-c", opening + program, CUDA_VISIBLE_DEVICES="", NCCL_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -18,6 +18,7 @@ import pytest
 
 import unicoll as dist
 from tests.simulated_nccl.ranks import SimulatedJob
+from tests.support.programs import python
 from tests.support.ranks import ROOT, environment, reserved_port
 from tests.tools import bench_jobs
 from unicoll.arrays.compression import codec_for
@@ -40,18 +41,9 @@ HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 QUICK = "--budget 0.01 --turns 2"
 
 
-def called(
-    command: Sequence[str], cwd: Path = ROOT, input: str | None = "", **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """A command without the variables of a launcher."""
-    options: dict[str, Any] = {"cwd": cwd, "env": environment(variables), "input": input, "check": False}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
-
-
 def bench(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command as a user types it, from another directory."""
-    program = [sys.executable, str(ROOT / "scripts" / "bench.py"), *command.split()]
-    return called(program, Path("/"), **variables)
+    return python(ROOT / "scripts" / "bench.py", *command.split(), cwd=Path("/"), **variables)
 
 
 @pytest.fixture
@@ -640,7 +632,7 @@ def test_compression(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["sendrecv", "latency"])
 def test_point_to_point_under_our_launcher(name: str) -> None:
     command = f"-m unicoll.run -n 3 --no-prefix -m unicoll.bench {name} --sizes 64 {QUICK} --osu-full"
-    done = called([sys.executable, *command.split()])
+    done = python(*command.split())
     assert done.returncode == 0, done.stderr
     (line,) = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
     least, mean, most = float(line[2]), float(line[1]), float(line[3])
@@ -723,8 +715,8 @@ def test_the_plot(tmp_path: Path) -> None:
         "import json, sys; from unicoll.bench.plot import draw; data = json.load(sys.stdin);"
         " [draw(data, path) for path in sys.argv[1:]]"
     )
-    paths = [str(tmp_path / name) for name in ("x.svg", "x.png")]
-    done = called([sys.executable, "-W", "error", "-c", program, *paths], input=json.dumps(drawable()))
+    paths = [tmp_path / name for name in ("x.svg", "x.png")]
+    done = python("-W", "error", "-c", program, *paths, input=json.dumps(drawable()))
     assert (done.returncode, done.stderr) == (0, "")
     text = (tmp_path / "x.svg").read_text()
     assert text.startswith("<?xml")

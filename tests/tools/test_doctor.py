@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.programs import python
 from tests.support.ranks import ROOT, environment, reserved_port
 from unicoll.arrays import cuda
 from unicoll.arrays.cuda import DeviceFacts
@@ -34,16 +35,7 @@ def modules(tmp_path: Path) -> Path:
 
 def run(modules: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(modules), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=modules,
-        env=environment({"PYTHONPATH": path} | variables),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return python(*command, cwd=modules, **{"PYTHONPATH": path} | variables)
 
 
 def doctor(modules: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 
 import unicoll as dist
 from gloo_fallback.transport.selection import OPERATIONS
-from tests.support.ranks import environment
+from tests.support.programs import python
 from unicoll.arrays.compression import BLOCK, codec_for
 from unicoll.arrays.types import BY_NAME, COMPRESSIONS
 from unicoll.backend.ops import OPS
@@ -170,14 +168,7 @@ def test_a_program_is_run_unchanged(tmp_path: Path) -> None:
     path.write_text(PROGRAM)
     options = ["--dry-run", "--world-size", "256", "--rank", "130", "--nproc-per-node", "8"]
     options += ["--latency", "5us", "--bandwidth", "400Gbit/s", str(path), "7"]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "unicoll.trace.summary", *options],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python("-W", "error", "-m", "unicoll.trace.summary", *options)
     assert done.stderr == ""
     assert done.returncode == 3
     printed, heading, _, *lines = done.stdout.splitlines()

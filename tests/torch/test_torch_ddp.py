@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.programs import python
+
 pytest.importorskip("torch")
 
-from tests.support.ranks import ROOT, Pool, ProcessJob, environment, pools
+from tests.support.ranks import ROOT, Pool, ProcessJob, pools
 from tests.support.worker import enter, leave
 from tests.torch import ddp_programs as programs
 
@@ -102,7 +102,6 @@ def test_invalid_groups_raise(two: Pool, kind: str, message: str) -> None:
 
 def test_torchs_own_class_says_what_to_use(tmp_path: Path) -> None:
     """Torch's class refuses a unicoll group; without a group torch's error, if it is not caught, says what to do."""
-    setting = {**environment(), "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
     for argument, says in (
         ("", r"\(unicoll has one: use unicoll.parallel.DistributedDataParallel"),
         (
@@ -117,14 +116,7 @@ def test_torchs_own_class_says_what_to_use(tmp_path: Path) -> None:
             "unicoll.init_process_group()\n"
             f"torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group={argument or None})\n"
         )
-        done = subprocess.run(
-            [sys.executable, tmp_path / "train.py"],
-            env=setting,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = python(tmp_path / "train.py", RANK="0", WORLD_SIZE="1", PYTHONPATH=str(ROOT))
         assert (done.returncode != 0) == bool(says), done
         assert re.search(says, done.stderr.rstrip().rpartition("\n")[2]), done
 

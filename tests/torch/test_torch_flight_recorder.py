@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.programs import python
 from tests.support.ranks import end_cleanly, joined
 from tests.tools import dump_jobs as jobs
 
@@ -19,8 +18,7 @@ pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
 def analysed(directory: Path, *options: str) -> str:
     """What torchfrtrace prints about the dumps."""
     program = "import sys; from torch.distributed.flight_recorder.fr_trace import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", program, str(directory), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = python("-c", program, directory, *options)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import ROOT, environment, reserved_port
+from tests.support.programs import python
+from tests.support.ranks import ROOT, reserved_port
 
 HERE = Path(__file__).parent
 
@@ -31,11 +30,10 @@ def launched(
     program: str | Path = PROGRAM,
 ) -> tuple[list[str], str]:
     """(sorted output lines of two ranks, their standard error)."""
-    variables = environment({"PYTHONPATH": str(ROOT)} | (env or {}))
     with reserved_port() as port:
         torchrun = ["--master-port", str(port)] if launcher is TORCHRUN else []
-        call = [sys.executable, *launcher, "2", *torchrun, str(program), *words]
-        done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=300, check=False)
+        call = [*launcher, "2", *torchrun, program, *words]
+        done = python(*call, **{"PYTHONPATH": str(ROOT)} | (env or {}))
     assert code is None or done.returncode == code, done.stdout + done.stderr
     return sorted(done.stdout.splitlines()), done.stderr
 
@@ -131,9 +129,7 @@ def test_an_error_under_torchs_spawn_has_no_frames_of_unicoll(tmp_path: Path) ->
     (tmp_path / "train.py").write_text(SPAWNED)
     with reserved_port() as port:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        env = environment({"PYTHONPATH": str(ROOT)} | where)
-        command = [sys.executable, tmp_path / "train.py"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+        done = python(tmp_path / "train.py", PYTHONPATH=str(ROOT), **where)
     assert "CollectiveMismatchError: the ranks of group 'world' are in different collectives" in done.stderr
     frames = [line for line in done.stderr.splitlines() if line.startswith(f'  File "{ROOT}/unicoll/')]
     assert frames
@@ -156,9 +152,8 @@ def test_an_unavailable_backend_gives_the_reason() -> None:
 
 def test_importing_unicoll_imports_no_torch() -> None:
     source = "import sys, unicoll; print('torch' in sys.modules)"
-    env = environment({"PYTHONPATH": str(ROOT)})
-    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    done = python("-c", source)
+    assert (done.returncode, done.stdout) == (0, "False\n")
 
 
 @pytest.mark.parametrize("backend", ["'gloo'", ""])
@@ -167,8 +162,8 @@ def test_env_init_of_other_backends_is_unchanged(backend: str) -> None:
         "import torch.distributed as dist, unicoll.torch_plugin\n"
         f"try: dist.init_process_group({backend})\nexcept ValueError as e: print(e)"
     )
-    env = environment({"PYTHONPATH": str(ROOT)})
-    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)
+    done = python("-c", source)
+    assert done.returncode == 0
     assert "environment variable RANK expected, but not set" in done.stdout
     assert ("backend='unicoll' selects unicoll's" in done.stderr) == (not backend)
 
@@ -189,15 +184,7 @@ def test_examples(launcher: list[str], example: str) -> None:
 
 
 def test_the_error_without_a_launcher_names_the_remedy() -> None:
-    env = environment({"PYTHONPATH": str(ROOT)})
-    done = subprocess.run(
-        [sys.executable, PROGRAM, "unicoll"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python(PROGRAM, "unicoll", PYTHONPATH=str(ROOT))
     assert done.returncode == 1
     assert "no launcher was recognised" in done.stderr
     assert os.linesep in done.stderr

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.support.programs import python
 from tests.support.ranks import ROOT
 
 RELAY = """
@@ -44,9 +45,8 @@ for _ in range({count}):
 time.sleep(0.5)
 print(joined)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
-    )
+    done = python("-c", program)
+    done.check_returncode()
     return int(done.stdout)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.programs import python
 from unicoll.errors import DistArgumentError
 from unicoll.parallel.sampler import DistributedSampler, _randperm
 
@@ -101,10 +100,8 @@ def test_the_order_does_not_depend_on_torch_being_imported() -> None:
         "import sys; from unicoll.parallel.sampler import DistributedSampler; "
         "assert 'torch' not in sys.modules; print(list(DistributedSampler(range(50), 1, 0, seed=9)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
-    )
-    assert done.stdout.strip() == str(order)
+    done = python("-c", program)
+    assert (done.returncode, done.stdout.strip()) == (0, str(order)), done.stderr
 
 
 @pytest.mark.parametrize(("world", "rank"), [(0, 0), (4, 4), (4, -1), (-1, 0)])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 
 import pytest
 
+from tests.support.programs import python
 from unicoll.backend import thread_frames as module
 from unicoll.backend.thread_frames import ThreadFrames
 
@@ -67,13 +67,7 @@ os._exit(0)
 
 def test_frames_of_running_threads() -> None:
     """Without the pause of the collector Python 3.11 crashes within a second, or finds objects that are no frames."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python("-X", "faulthandler", "-c", PROGRAM)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 100
 
