@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from gloo_fallback.algorithms.rings import SEGMENT
 from gloo_fallback.algorithms.shared_memory import WHOLE
 from gloo_fallback.shm.slots import SLOT
 from tests.conformance import huge_jobs
-from tests.support.ranks import Pool, ProcessJob, pools, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.suite import Suite
 from unicoll.backend.ops import OPS, Sizes
 
@@ -28,11 +27,7 @@ class _Gloo(Suite):
 
 @pytest.mark.every(4)
 class TestSockets(_Gloo):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pool(cls) -> Iterator[Callable[[int], Pool]]:
-        with pools(partial(ProcessJob, env={"UNICOLL_TRANSPORT": "tcp"})) as made:
-            yield made
+    env = {"UNICOLL_TRANSPORT": "tcp"}
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         row = OPS[op]
@@ -63,12 +58,7 @@ class _Shared(_Gloo):
 @pytest.mark.every(4)
 class TestSharedMemory(_Shared):
     turn = 1
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pool(cls) -> Iterator[Callable[[int], Pool]]:
-        with pools(partial(ProcessJob, env={"UNICOLL_TRANSPORT": "shm"})) as made:
-            yield made
+    env = {"UNICOLL_TRANSPORT": "shm"}
 
 
 @pytest.mark.every(6)
@@ -77,14 +67,7 @@ class TestSemaphores(_Shared):
 
     sample = 15
     turn = 2
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pool(cls) -> Iterator[Callable[[int], Pool]]:
-        with pools(
-            partial(ProcessJob, env={"UNICOLL_TRANSPORT": "shm", "UNICOLL_MEMORY_ORDER": "weak"})
-        ) as made:
-            yield made
+    env = {"UNICOLL_TRANSPORT": "shm", "UNICOLL_MEMORY_ORDER": "weak"}
 
 
 @pytest.mark.every(6)
@@ -92,12 +75,7 @@ class TestHierarchy(_Gloo):
     """Every two ranks count as a host: from three ranks on, hosts of two ranks and of one."""
 
     turn = 3
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pool(cls) -> Iterator[Callable[[int], Pool]]:
-        with pools(partial(ProcessJob, env={"UNICOLL_TRANSPORT": "hierarchical"})) as made:
-            yield made
+    env = {"UNICOLL_TRANSPORT": "hierarchical"}
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         switch = SMALL // itemsize

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from nccl_comm.backend import NCCLBackend
 from nccl_comm.library.types import native_reduction
 from tests.simulated_nccl.family import SimulatedFamily
 from tests.simulated_nccl.ranks import SimulatedJob
-from tests.support.ranks import Pool, pools
+from tests.support.ranks import ProcessJob, sample_seed
 from tests.support.suite import Suite
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend.ops import OPS
@@ -29,6 +28,11 @@ class _Simulated(Suite):
     sizes = barrier_sizes = (1, 2, 4)  # how algorithms cope with odd numbers of ranks is NCCL's business
     layouts = (*SimulatedFamily.layouts, "scalar")
     version = 23007
+    settings: dict[str, Any] = {}
+
+    @classmethod
+    def start(cls, size: int) -> ProcessJob:
+        return SimulatedJob(size, version=cls.version, **cls.settings)
 
     def reduces(self, dtype: str, reduction: str) -> bool:
         return native_reduction(BY_NAME[dtype], reduction_of(reduction, dtype), self.version) is not None
@@ -60,11 +64,7 @@ class _Simulated(Suite):
 class TestOldestFirst(_Simulated):
     """The caller's stream always runs ahead of the group's."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pool(cls) -> Iterator[Callable[[int], Pool]]:
-        with pools(partial(SimulatedJob, policy="oldest", version=cls.version)) as made:
-            yield made
+    settings = {"policy": "oldest"}
 
 
 @pytest.mark.every(6)
@@ -73,12 +73,7 @@ class TestNewestFirst(_Simulated):
 
     version = 21805
     turn = 1
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pool(cls) -> Iterator[Callable[[int], Pool]]:
-        with pools(partial(SimulatedJob, policy="newest", version=cls.version)) as made:
-            yield made
+    settings = {"policy": "newest"}
 
 
 @pytest.mark.every(6)
@@ -86,13 +81,7 @@ class TestAnyOrder(_Simulated):
     """The caller's stream is not the legacy one, and NCCL launches at once."""
 
     turn = 2
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pool(cls, seed: int) -> Iterator[Callable[[int], Pool]]:
-        settings = {"policy": "random", "seed": seed, "prompt": True, "own_stream": True}
-        with pools(partial(SimulatedJob, version=cls.version, **settings)) as made:
-            yield made
+    settings = {"policy": "random", "seed": sample_seed(), "prompt": True, "own_stream": True}
 
 
 @pytest.mark.every(6)
@@ -102,10 +91,4 @@ class TestWithOptions(_Simulated):
     version = 23203
     sample = 5
     turn = 3
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pool(cls) -> Iterator[Callable[[int], Pool]]:
-        using = (("max_ctas", 4), ("algorithm", "ring"), ("force_algorithm", False))
-        with pools(partial(SimulatedJob, version=cls.version, using=using)) as made:
-            yield made
+    settings = {"using": (("max_ctas", 4), ("algorithm", "ring"), ("force_algorithm", False))}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import pytest
 
 from tests.nccl import staged
 from tests.simulated_nccl.ranks import Settings
-from tests.support.ranks import Pool, ProcessJob, pools
+from tests.support.ranks import ProcessJob, sample_seed
 
 
 @pytest.mark.every(6)
@@ -18,9 +15,7 @@ class TestGloo(staged.Staged):
 
     backend = "gloo"
 
-    @pytest.fixture(scope="class")
     @classmethod
-    def pool(cls, seed: int) -> Iterator[Callable[[int], Pool]]:
-        settings = Settings(policy="random", seed=seed, own_stream=True, backend="gloo")
-        with pools(partial(ProcessJob, prepare=(staged.prepare, settings))) as made:
-            yield made
+    def start(cls, size: int) -> ProcessJob:
+        settings = Settings(policy="random", seed=sample_seed(), own_stream=True, backend="gloo")
+        return ProcessJob(size, prepare=(staged.prepare, settings))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
@@ -18,10 +17,17 @@ from unicoll.testing.ranks import Runner
 class Suite(Conformance):
     """Its ranks are forks. The short run has a third of the cases, the same ones each time."""
 
+    env: Mapping[str, str] = {}
+    """Additional environment variables of its ranks."""
+
+    @classmethod
+    def start(cls, size: int) -> ProcessJob:
+        return ProcessJob(size, prepare=(worker.use, cls.backend, cls.imports), env=dict(cls.env))
+
     @pytest.fixture(scope="class")
     @classmethod
     def pool(cls) -> Iterator[Callable[[int], Pool]]:
-        with pools(partial(ProcessJob, prepare=(worker.use, cls.backend, cls.imports))) as made:
+        with pools(cls.start) as made:
             yield made
 
     @classmethod
