@@ -192,3 +192,9 @@ def pool() -> Iterator[Callable[[int], ranks.Pool]]:
 def seed() -> int:
     """The seed of this run's random values; it is printed at the start of the run."""
     return ranks.sample_seed()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with ranks.reserved_port() as number:
+        yield number

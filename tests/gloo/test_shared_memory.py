@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import random
-import re
 import signal
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from gloo_fallback.shm import futex, segment, slots
 from gloo_fallback.shm.slots import SLOT, SemaphoreSlots, Slots, size_of
 from gloo_fallback.transport import topology
 from tests.support.log import Log
+from tests.support.memory import mapped_bytes, memory_files
 from tests.support.on_ranks import on_ranks
 from tests.support.outcomes import failures_of
 from tests.support.programs import python
@@ -306,23 +306,15 @@ def test_a_signal_from_before_the_group_failed_is_valid(kind: type[Slots], signa
 # --- memory and its release -----------------------------------------------------------------------------------------
 
 
-def _mapped() -> int:
-    """Bytes of shared memory that this rank maps."""
-    ends = re.findall(r"^(\w+)-(\w+) .*memfd:unicoll", Path("/proc/self/maps").read_text(), re.M)
-    return sum(int(last, 16) - int(first, 16) for first, last in ends)
-
-
 @on_ranks(3)
 def test_memory_does_not_grow_with_the_arrays_and_needs_no_descriptor() -> None:
     _sum()
     gc.collect()  # a group that has failed may wait for it
-    before = _mapped()
+    before = mapped_bytes()
     _sum(3_000_000)
-    assert _mapped() == before
+    assert mapped_bytes() == before
     assert 2 * 3 * SLOT <= before <= size_of(3) + 8192
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            assert "memfd" not in os.readlink(f"/proc/self/fd/{name}")
+    assert memory_files() == []
 
 
 def test_a_segment_that_cannot_be_prepared_is_released() -> None:

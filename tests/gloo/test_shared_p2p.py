@@ -24,6 +24,7 @@ from gloo_fallback.shm.ring_buffer import CHUNK, RING, RingReader, RingWriter
 from gloo_fallback.shm.segment import has_strong_ordering
 from tests.conformance.p2p_jobs import me, must
 from tests.support.log import Log
+from tests.support.memory import mapped_bytes, memory_files, segments
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true, await_word, send_word
 from tests.support.outcomes import CallOutcome, failure_of, outcome_of
@@ -445,28 +446,15 @@ def test_the_socket_is_used_where_one_rank_cannot_share(
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
-def segments() -> list[list[str]]:
-    """The fields of the lines of this library's segments in the table of mappings of this process."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split() for line in lines if "memfd:unicoll" in line]
-
-
-def mapped() -> int:
-    ends = [[int(x, 16) for x in fields[0].split("-")] for fields in segments()]
-    return sum(b - a for a, b in ends)
-
-
 @on_ranks(2, env={})
 def test_memory_does_not_grow_with_the_messages_and_is_released() -> None:
     for i in range(2):
         exchange(CHUNK, i)
-    before = mapped()
+    before = mapped_bytes()
     exchange(20 * LARGE)
-    assert mapped() == before
+    assert mapped_bytes() == before
     assert 2 * RING <= before <= 2 * RING + 16384
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            assert "memfd" not in os.readlink(f"/proc/self/fd/{name}")
+    assert memory_files() == []
     for i in range(5):
         group = dist.new_group()
         exchange(LARGE, i, group)
@@ -474,7 +462,7 @@ def test_memory_does_not_grow_with_the_messages_and_is_released() -> None:
         assert all(rings(group)[0])
         dist.barrier(group=group)
         dist.destroy_process_group(group)
-    assert mapped() == before
+    assert mapped_bytes() == before
 
 
 def _inodes() -> list[str]:

@@ -6,11 +6,9 @@ Large arrays that ranks read from each other's processes (:mod:`test_peer_memory
 from __future__ import annotations
 
 import gc
-import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ import unicoll as dist
 from gloo_fallback.algorithms import peer_memory
 from gloo_fallback.transport.selection import OPERATIONS as ALGORITHMS
 from tests.gloo.symmetric_jobs import OPERATIONS, TAKEN, equal_results, watch
+from tests.support.memory import mapped_bytes, memory_files
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Pool, joined, run_ranks
 from unicoll.backend.ops import OPS
@@ -233,35 +232,22 @@ def test_too_much_memory_raises_on_all_ranks() -> None:
     dist.barrier()
 
 
-def _mapped_bytes() -> int:
-    """Bytes of shared segments that this process maps."""
-    total = 0
-    with open("/proc/self/maps") as lines:
-        for line in lines:
-            if "memfd:unicoll" in line:
-                first, _, last = line.split()[0].partition("-")
-                total += int(last, 16) - int(first, 16)
-    return total
-
-
 @on_ranks(2)
 def test_memory_lasts_as_long_as_its_views() -> None:
     world().symmetric_empty(1)  # with the first one a group may map more, which stays
     dist.barrier()
     gc.collect()
-    before = _mapped_bytes()
+    before = mapped_bytes()
     for _ in range(3):
         array: Any = world().symmetric_empty(1 << 20, "uint8")
         array[:] = 1
-    assert _mapped_bytes() - before == 2 * (1 << 20) + 4096
+    assert mapped_bytes() - before == 2 * (1 << 20) + 4096
     view = array[5:7].reshape(2, 1)
     del array
-    assert _mapped_bytes() - before == 2 * (1 << 20) + 4096
+    assert mapped_bytes() - before == 2 * (1 << 20) + 4096
     del view
-    assert _mapped_bytes() == before
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            assert "memfd:unicoll" not in os.readlink(f"/proc/self/fd/{descriptor}")
+    assert mapped_bytes() == before
+    assert not any("memfd:unicoll" in file for file in memory_files())  # MPI may have files of its own
 
 
 @on_ranks(3)

@@ -93,12 +93,6 @@ def pool() -> Iterator[ProcessPoolExecutor]:
         yield workers
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    with reserved_port() as number:
-        yield number
-
-
 def assert_same_rendezvous(results: list[dict[str, Any]]) -> None:
     assert [one["rank"] for one in results] == list(range(len(results)))
     assert {one["world_size"] for one in results} == {len(results)}

@@ -14,7 +14,15 @@ from typing import Any
 import unicoll as dist
 from unicoll.group.recorded_calls import recorded_calls
 
-__all__ = ["await_true", "await_word", "named_pipe", "reading", "send_word", "send_word_in_call"]
+__all__ = [
+    "await_true",
+    "await_word",
+    "deadline_in",
+    "named_pipe",
+    "reading",
+    "send_word",
+    "send_word_in_call",
+]
 
 PATIENCE_S = 180.0
 
@@ -51,6 +59,11 @@ def await_true(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def deadline_in(seconds: float = 20.0) -> float:
+    """A time of time.monotonic for calls that take a deadline."""
+    return time.monotonic() + seconds
 
 
 def named_pipe(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""The ports on which a process accepts connections."""
+"""The ports on which a process accepts connections, and whether it can over IPv6."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def listening_ports() -> list[tuple[str, int]]:
             address, _, port = fields[1].partition(":")
             found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
     return sorted(found)
+
+
+def has_ipv6() -> bool:
+    """True if a process can listen on the loopback address of IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

@@ -8,14 +8,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.programs import python
-from tests.support.ranks import ROOT, environment, reserved_port
+from tests.support.ranks import ROOT, environment
 from unicoll.arrays import cuda
 from unicoll.arrays.cuda import DeviceFacts
 from unicoll.doctor import hints, host, output, pairs, probes, software
@@ -476,12 +475,6 @@ def test_a_pair_that_loses_a_message_is_reported(modules: Path) -> None:
     assert broken.startswith("rank 1 (host")
     assert "OperationTimeoutError: recv" in broken
     assert done.stdout.count("\nbroken") == 1
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    with reserved_port() as number:
-        yield number
 
 
 def test_ranks_with_torchruns_variables(modules: Path, port: int) -> None:

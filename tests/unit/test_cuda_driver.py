@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import re
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.forks import in_fork
 from tests.unit.c_functions import StandIn, alike, header, parse, put, putting
 from tests.unit.declarations import CUDA
 from unicoll.arrays import cuda, cuda_driver
@@ -504,14 +504,7 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(driver: CudaDriver, mach
                 call()
         assert len(machine.calls) == calls
 
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert in_fork(child) == 0
     driver.record(EVENT, STREAM)
     assert machine.last("cuEventRecord") == (EVENT, STREAM)
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.support.order import deadline_in
 from unicoll.errors import AuthenticationError, DistArgumentError, DistNetworkError
 from unicoll.net import handshake, handshake_messages
 from unicoll.net.handshake import NoAnswerError, ServerHandshake, client_handshake
 from unicoll.net.secret import Secret, find_secret, new_key
 
 KEY = b"k" * 32
-
-
-def deadline_in(seconds: float = 20.0) -> float:
-    return time.monotonic() + seconds
 
 
 @pytest.fixture

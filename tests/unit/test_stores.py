@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from mpi_comm import store as mpi_store
+from tests.support.forks import exit_code, fork, in_fork
 from tests.support.order import await_true
 from unicoll.errors import (
     DistArgumentError,
@@ -480,21 +481,6 @@ def test_the_results_are_those_of_torchs_hash_store():
 # --- HashStore, FileStore -----------------------------------------------------------------------------------------
 
 
-def start_child(act: Callable[[], object]) -> int:
-    """The pid of a forked child that runs ``act``, and exits with 0 if it returned true."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os._exit(0 if act() else 1)
-        except BaseException:
-            os._exit(2)
-    return pid
-
-
-def in_child(act: Callable[[], object]) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(start_child(act), 0)[1])
-
-
 def test_a_hash_store_is_not_shared_with_a_child():
     store = HashStore()
     store.set("k", "v")
@@ -506,7 +492,7 @@ def test_a_hash_store_is_not_shared_with_a_child():
             return "process" in str(error)
         return False
 
-    assert in_child(refused) == 0
+    assert in_fork(refused) == 0
 
 
 def test_the_file_is_private_and_removed_with_its_last_user(tmp_path: Path):
@@ -634,7 +620,7 @@ def test_a_full_disk_leaves_the_file_store_readable(tmp_path: Path):
         return store.get("k") == b"v" and not store.check(["big"])
 
     try:
-        assert in_child(fill) == 0
+        assert in_fork(fill) == 0
         assert store.multi_get(["k", "small"]) == [b"v", b"again"]
     finally:
         store.close()
@@ -650,7 +636,7 @@ def test_a_file_store_works_in_a_forked_child(tmp_path: Path):
         store.close()
         return True
 
-    assert in_child(use) == 0
+    assert in_fork(use) == 0
     assert store.get("from child") == b"v"
     store.close()
     assert not path.exists()
@@ -667,8 +653,8 @@ def test_processes_add_up_exactly(under_test: StoreUnderTest):
             store.append("text", "x")
         return True
 
-    pids = [start_child(work) for _ in range(4)]
-    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
+    pids = [fork(work) for _ in range(4)]
+    assert [exit_code(pid) for pid in pids] == [0] * 4
     assert store.add("sum", 0) == 200
     assert store.get("text") == b"x" * 200
 

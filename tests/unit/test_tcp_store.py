@@ -13,14 +13,15 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.forks import exit_code, fork
 from tests.support.order import await_true
-from tests.support.ranks import reserved_port
+from tests.support.ports import has_ipv6
 from unicoll.errors import (
     AuthenticationError,
     DistArgumentError,
@@ -39,17 +40,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 SECRET = Secret(b"s" * 32, "test")
 OTHER = Secret(b"o" * 32, "test")
 OPEN = Secret(b"", "none")
-
-
-def has_ipv6_loopback() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-HAS_IPV6 = has_ipv6_loopback()
 
 
 def serve(host: str = "127.0.0.1", port: int = 0, secret: Secret = SECRET, **options: object) -> TCPStore:
@@ -97,22 +87,6 @@ def ends(sock: channel.Connection) -> bool:
         while sock.recv(4096):
             pass
     return True
-
-
-def child(act: Callable[[], object]) -> int:
-    """The pid of a forked process that runs ``act`` and exits."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            act()
-            os._exit(0)
-        except BaseException:
-            os._exit(2)
-    return pid
-
-
-def status(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # --- authentication -------------------------------------------------------------------------------------------------
@@ -218,7 +192,7 @@ def test_a_second_request_while_one_waits_closes_the_connection(master: TCPStore
 
 def test_localhost_serves_both_families():
     with serve("localhost") as master:
-        for host in ["127.0.0.1", "localhost"] + (["::1", "[::1]"] if HAS_IPV6 else []):
+        for host in ["127.0.0.1", "localhost"] + (["::1", "[::1]"] if has_ipv6() else []):
             with join(master, host) as client:
                 client.add("n", 1)
         assert master.add("n", 0) >= 2
@@ -289,12 +263,6 @@ def test_wrong_arguments(arguments: tuple[object, ...], error: type[Exception]):
 
 
 # --- startup --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    with reserved_port() as number:
-        yield number
 
 
 def test_the_deadline_of_a_client_is_the_callers(monkeypatch: pytest.MonkeyPatch, port: int):
@@ -443,10 +411,10 @@ def test_exiting_without_closing_does_not_hang(then: str):
 
 def test_a_client_killed_while_waiting_leaves_no_waiter(master: TCPStore):
     with join(master) as client:
-        pid = child(lambda: client.queue_pop("q"))
+        pid = fork(lambda: client.queue_pop("q"))
         await_true(waiting_requests)
         os.kill(pid, signal.SIGKILL)
-        assert status(pid) == -signal.SIGKILL
+        assert exit_code(pid) == -signal.SIGKILL
         await_true(lambda: not waiting_requests())
         client.queue_push("q", "kept")
         assert client.queue_pop("q") == b"kept"
@@ -466,8 +434,8 @@ def test_a_forked_child_has_its_own_connections(master: TCPStore):
             client.close()
             master.close()
 
-        pid = child(use)
-        assert status(pid) == 0
+        pid = fork(use)
+        assert exit_code(pid) == 0
         assert client.get("from child") == str(pid).encode()
         master.set("still", "serving")
         assert client.get("still") == b"serving"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 
 import pytest
 
+from tests.support.forks import in_fork
 from tests.support.programs import python
 from unicoll.backend import thread_frames as module
 from unicoll.backend.thread_frames import ThreadFrames
@@ -96,7 +96,4 @@ def test_the_collector_is_as_before() -> None:
 def test_a_child_of_a_fork_collects() -> None:
     with ThreadFrames() as frames:
         del frames
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if gc.isenabled() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert in_fork(gc.isenabled) == 0
