@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from tests.gpu.check import command, results, training
 from tests.gpu.check.command import CUT, NO_GPU, PASSED, USAGE, main
 from tests.gpu.check.record import NoTime, Reporter, Skip
 from tests.gpu.check.stages import STAGES
-from tests.nccl.device_ranks import shared_environment
 from tests.simulated_nccl.ranks import SimulatedJob
 from tests.support.ranks import ROOT, environment, run_ranks
 from tests.support.worker import enter
@@ -125,13 +123,6 @@ def test_a_stage_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]
     assert "no stage 'nonsense'" in capsys.readouterr().err
 
 
-def test_help_tells_all_options() -> None:
-    done = run_script("--help")
-    assert done.returncode == 0
-    for option in ("--wheels", "--stages", "--budget", "--simulate", "--sharing"):
-        assert option in done.stdout
-
-
 def test_wheels_that_are_not_there_are_refused() -> None:
     done = run_script("--wheels", "/nowhere")
     assert done.returncode == 1
@@ -216,44 +207,6 @@ def test_the_verdict(stages: dict[str, Any], expected: str) -> None:
     assert results.verdict(stages, ["a", "b"]) == expected
 
 
-def test_bars_are_ratios_to_torch_and_to_bare_nccl() -> None:
-    host = {"all_reduce": {"unicoll, cupy": {"p50_us": 12.0}, "torch.distributed": {"p50_us": 16.0}}}
-    large = {
-        "unicoll, cupy": {"p50_us": 103.0},
-        "async unicoll, cupy": {"p50_us": 300.0},
-        "bare NCCL": {"p50_us": 100.0},
-    }
-    device = {"big": {"bytes": 1 << 24, "contenders": large}, "small": {"bytes": 8, "contenders": large}}
-    found = results.bars({"cost": _stage(enqueue=host), "device-time": _stage(**{"device time": device})})
-    assert [(bar["ratio"], bar["met"]) for bar in found] == [(0.75, True), (1.03, False)]
-
-
-def test_the_summary_says_what_failed_and_the_first_line_of_why() -> None:
-    stages = {
-        "good": _stage("passed", "skipped"),
-        "bad": _stage("passed", "failed"),
-        "ill": _stage("passed", state="cut off") | {"doing": "something long"},
-        "worse": _stage(state="crashed") | {"stderr": "\nSegmentation fault\nmore"},
-    }
-    stages["bad"]["checks"][1]["detail"] = "AssertionError: " + "x" * 500 + "\nTraceback"
-    bars = [{"what": "a ratio", "ratio": ratio, "most": 1.01, "met": ratio < 1.01} for ratio in (0.7, 1.03)]
-    data = {"stages": stages, "bars": bars, "seconds": 61.0, "budget_s": 400.0, "verdict": "failed"}
-    assert [*results.summary(data, "file.json")] == [
-        "",
-        "Stages (61 s of 400):",
-        "  good           1 passed, 1 skipped",
-        "  bad            1 passed, 1 failed",
-        "  ill            1 passed, cut off in: something long",
-        "  worse          crashed",
-        "Failed:",
-        f"  bad, #1: AssertionError: {'x' * 141}...",
-        "  worse crashed: Segmentation fault",
-        "Bars: 1 met, 1 missed; the worst is 1.030",
-        "  (at most 1.01): a ratio",
-        "failed: file.json",
-    ]
-
-
 # --- mutations ------------------------------------------------------------------------------------
 
 
@@ -324,11 +277,3 @@ def test_cupys_layouts_hold_values_and_notice_what_is_written_around_them(layout
 def test_every_family_has_layouts() -> None:
     for name in ("numpy", "torch", "torch_cuda", "cupy", "simulated"):
         assert "contiguous" in layouts(name)
-
-
-def test_ranks_on_one_device_tell_nccl_so() -> None:
-    new, old = partial(shared_environment, 1, "auto"), partial(shared_environment, 0, "hostid")
-    assert new(23007)["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
-    assert "NCCL_HOSTID" not in new(23007)
-    assert new(22809)["NCCL_HOSTID"] != shared_environment(0, "auto", 22809)["NCCL_HOSTID"]
-    assert old(23007)["NCCL_NET"] == "Socket"

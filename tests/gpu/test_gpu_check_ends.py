@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from tests.gpu import gpu_jobs as jobs
-from tests.gpu.check import copies, faults, machine, programs, rank_jobs, stages, training
+from tests.gpu.check import machine, programs, rank_jobs, stages
 from tests.gpu.check.place import Place, Ranks
 from tests.gpu.check.record import Reporter, headline
 from tests.gpu.check.stages import Runner
 from tests.mpi.mpi_library import descendants, lives
-from tests.support.ranks import ROOT, ProcessJob, environment
+from tests.support.ranks import ROOT, environment
 
 SIMULATED = Place(("simulated",), True, 60.0, devices=2)
 
@@ -199,28 +199,3 @@ def test_ranks_that_cannot_start_are_not_started_again() -> None:
         ("failed", "RanksFailed: ranks [0] did not end in 1 s"),
         ("skipped", "ranks could not be started: RanksFailed: ranks [0] did not end in 1 s"),
     ]
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize(
-    ("stage", "module", "check", "figure"),
-    [
-        (copies.measure, copies, "pinned copies", "pinned copies, bytes/s"),
-        (training.both, training, "simulated: two ranks train as one", "simulated"),
-        (faults.deadline, faults, *["a missing rank is named at the deadline"] * 2),
-    ],
-)
-def test_what_was_measured_is_told_before_the_ranks_leave(
-    stage: Any, module: Any, check: str, figure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def leave(place: Any, job: ProcessJob, ranks: Any = None) -> None:
-        if job.size == 2 or module is copies:
-            raise RuntimeError("stays")
-        place_leave(place, job, ranks)
-
-    place_leave = module.leave
-    monkeypatch.setattr(module, "leave", leave)
-    found = _reported(partial(stage, place=SIMULATED))
-    outcomes = {line["check"]: headline(line["detail"]) for line in found if "check" in line}
-    assert outcomes[check] == "RuntimeError: stays"
-    assert any(line.get("figure") == figure for line in found)
