@@ -4,8 +4,9 @@ Arrays are processed in chunks that fit the slots, so the shared memory does not
 proceed in rank order, so the result does not depend on the rank that computes it. Large arrays are not copied to the
 slots if they are in symmetric memory (:mod:`~gloo_fallback.algorithms.peer_memory`).
 
-Small operations are one step. What they need besides the arrays, such as views of the slots, depends only on the kind
-of call and on which slot is next, so it is made once and kept (:class:`Plan`).
+Small operations are one step, and a reduction of arrays that fit a slot is at most two. What these need besides the
+arrays, such as views of the slots, depends only on the kind of call and on which slot is next, so it is made once and
+kept (:class:`Plan`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from unicoll.backend.fallbacks import flat_of, kernel_of
 from unicoll.backend.size_agreement import shape_hash
 
 WHOLE = 1 << 16
-"""Arrays up to this size are reduced entirely by every rank, in one step; all blocks together up to this size are moved
-in one step with a plan."""
+"""Arrays are reduced entirely by every rank, in one step, if those of the other ranks together have up to this size.
+All blocks together up to this size are moved in one step with a plan."""
 _CHUNK = 1 << 18
 """Bytes of a chunk that two ranks reduce: it stays in their caches."""
+_MOST_PARTS = 16
+"""With more ranks a reduction in parts has no plan: its views would take too much memory."""
 _MAX_PLANS = 512
 _COUNTS = np.dtype(np.int64)
 _bytes_of = np.ndarray.tobytes
@@ -43,8 +46,9 @@ class Plan(NamedTuple):
     """What a small operation needs besides its arrays.
 
     Attributes:
-        write: the views of this rank's slot that get its data; None if the arrays are processed in chunks.
-        read: the views of the ranks' slots that have the data after the step; a :class:`_PartsPlan`; or None.
+        write: the views of this rank's slot that get its data; None if the operation is not one step.
+        read: the views of the ranks' slots that have the data after the step; a :class:`_PartsPlan` of two steps; or
+            None if the arrays are processed in chunks.
         kernel: of a reduction.
         value: see :func:`~unicoll.backend.size_agreement.shape_hash`.
     """
@@ -123,7 +127,7 @@ def all_reduce(slots: Slots, call: Call) -> None:
     if slots.may_be_direct(out.nbytes):
         if peer_memory.all_reduce(slots, call, kernel, source, out):
             return
-        plan = _CHUNKED  # another slot is next now
+        plan = _make_plan(slots, call, _plan_all_reduce)  # another slot is next now
     _reduce_large(slots, call, plan, kernel, source, out)
 
 
@@ -131,7 +135,7 @@ def _plan_all_reduce(slots: Slots, call: Call) -> Plan:
     source, size = flat_of(call.inputs[0]), slots.size
     if source.nbytes * (size - 1) <= WHOLE:
         return Plan(*slots.rows(source.size, source.dtype), kernel_of(call))
-    if size == 2 or source.nbytes > SLOT:
+    if size == 2 or size > _MOST_PARTS or source.nbytes > SLOT:
         return _CHUNKED
     dtype, parts = source.dtype, slices_of(np.diff(bounds_of(source.size, size)).tolist())
     contributions = [slots.next_slot(r, 0, source.size, dtype) for r in range(size)]
@@ -165,7 +169,7 @@ def reduce(slots: Slots, call: Call) -> None:
     if slots.symmetric is not None:
         if peer_memory.reduce(slots, call, kernel, source, out):
             return
-        plan = _CHUNKED  # another slot is next now
+        plan = _make_plan(slots, call, _plan_all_reduce)  # another slot is next now
     _reduce_large(slots, call, plan, kernel, source, out)
 
 

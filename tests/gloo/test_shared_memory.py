@@ -151,6 +151,7 @@ def test_small_calls_of_few_kinds_many_times(size: int, seed: int) -> None:
         for op in (*names, "all_to_all_single", "all_to_all")
         for i, count in enumerate((0, 3, 3, 6, 9))
     ]
+    kinds += [Case(op, "float64", "AVG", count) for op in ("all_reduce", "reduce") for count in (3, 30_001)]
     cases = [replace(rng.choice(kinds), seed=rng.randrange(1000)) for _ in range(300)]
     cases = [case if OPS[case.op].uneven else replace(case, uneven=False) for case in cases]
     assert [verdict for verdict in run_cases(cases) if verdict is None or verdict[0]] == []
