@@ -399,7 +399,7 @@ class _Slots:
             return cast(Flat, self._told[rank])
         return _array(count, dtype, self._trace)
 
-    last_slot = next_slot
+    last_slot = later_slot = next_slot
 
     def rows(self, count: int, dtype: np.dtype[Any]) -> tuple[Flat, list[Flat]]:
         rows = [self.next_slot(r, 0, count, dtype) for r in range(self.size)]
