@@ -38,7 +38,7 @@ from unicoll.api.collectives import (
     scan,
     scatter,
 )
-from unicoll.api.init import destroy_process_group, explain, init_process_group
+from unicoll.api.init import destroy_process_group, explain, init_process_group, join
 from unicoll.api.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from unicoll.api.p2p import (
     P2POp,
@@ -273,6 +273,7 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "isend",
+    "join",
     "metrics",
     "monitored_barrier",
     "new_group",

@@ -56,12 +56,10 @@ def add_hook(
     for given in functions:
         if given is not None and not callable(given):
             raise DistTypeError(f"add_hook: {given!r} is not a function")
-    job = world.current("add_hook")
     if group is not None:
         dispatcher = world.member(group, "add_hook").base._dispatcher
         return dispatcher.validation.add_hook(Hook(*functions))
-
-    return add_to_job(job, Hook(*functions))
+    return add_to_job(world.current("add_hook"), Hook(*functions))
 
 
 # --- NaN and infinity ---------------------------------------------------------------------------------------------
@@ -85,7 +83,7 @@ def _refuse_nonfinite(call: HookedCall) -> None:
         if nans or infinite:
             which = f"input {number}" if len(call.inputs) > 1 else "the input"
             raise DistArgumentError(
-                f"{call} on group {call.group!r}: {which} of rank {world.get_rank()} has {nans} NaN and {infinite}"
+                f"{call} on group {call.group!r}: {which} of rank {call.rank} has {nans} NaN and {infinite}"
                 f" infinite of {size} elements, at {call.site}",
                 op=call.op,
                 group=call.group,

@@ -1,8 +1,9 @@
-"""init_process_group and destroy_process_group; explain, which says what init has chosen and why."""
+"""init_process_group, join and destroy_process_group; explain, which says what they have chosen and why."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,13 @@ from unicoll.net.timeouts import Timeout
 if TYPE_CHECKING:
     from unicoll.backend.contract import Job
     from unicoll.group.process_group import ProcessGroup
+    from unicoll.net.secret import Secret
 
 DEFAULT_NAME = "world"
 """Name of the default group."""
 _RENDEZVOUS_S = 300.0
+_NAME_LENGTH = 64
+_NAME = re.compile(rf"([A-Za-z][A-Za-z0-9._-]{{0,{_NAME_LENGTH - 1}}})?")
 
 
 def init_process_group(
@@ -62,39 +66,118 @@ def init_process_group(
             "init_process_group: the default process group exists already (torch.distributed.init_process_group makes"
             " it, too, with a backend of unicoll); call destroy_process_group first"
         )
+    job = _join(
+        "init_process_group", backend, init_method, timeout, world_size, rank, store, pg_options, device_id
+    )
+    enter(job, _follow_profiler)
+
+
+def join(
+    init_method: str | None = None,
+    *,
+    name: str = "",
+    rank: int = -1,
+    world_size: int = -1,
+    secret: str | None = None,
+    backend: str | None = None,
+    store: Any = None,
+    timeout: Timeout = None,
+    pg_options: Any = None,
+    device_id: Any = None,
+) -> ProcessGroup:
+    """Join a job and return the group of all its ranks; it does not become the default group.
+
+    A process can be in several jobs at once, of other processes and with other ranks. Their groups are independent: a
+    failure in one does not concern the others. Pass the group as ``group=`` to the functions of the package, or call
+    its methods; :func:`split_group` makes further groups of it. ``destroy_process_group(group)`` leaves the job. Ranks
+    that functions take and return, ``src=`` for example, are those of this job.
+
+    Args:
+        init_method, store, timeout, backend, pg_options, device_id: as for :func:`init_process_group`.
+        name: of the job, equal on all its ranks: a letter and up to 63 letters, digits, ``.``, ``_`` and ``-``. Jobs
+            that use one address, store or launcher at the same time need different names. It is also the group's name.
+        rank, world_size: of this process in this job. -1 takes both from the launcher, whose processes then join. If
+            they are given, the processes may have been started by several launchers, whose variables are not used.
+        secret: the secret of the job, equal on all its ranks; None takes the launcher's, or that of UNICOLL_SECRET or
+            UNICOLL_SECRET_FILE. Processes of several launchers need one that both know.
+
+    Raises:
+        DistArgumentError: also for an invalid name and an empty secret.
+        BackendUnavailableError, OperationTimeoutError, AuthenticationError, DistStoreError, DistNetworkError: as for
+            :func:`init_process_group`.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise DistArgumentError(
+            f"join: name={name!r} must be a letter and up to {_NAME_LENGTH - 1} letters, digits, '.', '_' or '-'"
+        )
+    from unicoll.net.secret import given_secret
+
+    key = None if secret is None else given_secret(secret)
+    given = (world_size, rank) != (-1, -1)
+    job = _join(
+        "join",
+        backend,
+        init_method,
+        timeout,
+        world_size,
+        rank,
+        store,
+        pg_options,
+        device_id,
+        name,
+        key,
+        use_launcher=not given,
+    )
+    group: ProcessGroup = job.default
+    return group
+
+
+def _join(
+    what: str,
+    backend: str | None,
+    init_method: str | None,
+    timeout: Timeout,
+    world_size: int,
+    rank: int,
+    store: Any,
+    pg_options: Any,
+    device_id: Any,
+    name: str = "",
+    secret: Secret | None = None,
+    use_launcher: bool = True,
+) -> Job:
+    """Join a job and make its group of all ranks, for the public function ``what``."""
     # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
     from unicoll.backend.contract import Context
     from unicoll.bootstrap.join import join, leave
     from unicoll.group.process_group import ProcessGroup
 
-    rank = as_integer("init_process_group: rank", rank)
-    world_size = as_integer("init_process_group: world_size", world_size)
+    rank = as_integer(f"{what}: rank", rank)
+    world_size = as_integer(f"{what}: world_size", world_size)
     limit = world.seconds(timeout, default_pg_timeout.total_seconds())
     joining_s = min(limit, _RENDEZVOUS_S) if timeout is None else limit
-    job = join(backend, init_method, rank, world_size, store, limit, joining_s)
+    job = join(backend, init_method, rank, world_size, store, limit, joining_s, name, secret, use_launcher)
     try:
         all_ranks = tuple(range(job.size))
-        context = Context(job, DEFAULT_NAME, all_ranks, limit, pg_options, device_id, desc="default_pg")
-        default = ProcessGroup.create(context, job.choices)
+        desc = name or "default_pg"
+        context = Context(job, name or DEFAULT_NAME, all_ranks, limit, pg_options, device_id, desc=desc)
+        job.default = ProcessGroup.create(context, job.choices)
         if job.control is not None:
             job.control.initialized(joining_s)
     except BaseException as e:
         leave(job, e)
         raise
-    enter(job, default, _follow_profiler)
+    return job
 
 
-def enter(job: Job, default: ProcessGroup, follow: Callable[[bool], None] | None = None) -> None:
-    """Set the default group of this process, which has joined a job; the functions of the package then serve it.
+def enter(job: Job, follow: Callable[[bool], None] | None = None) -> None:
+    """Make the group of a job that this process has joined the default group, which the functions then use.
 
     Args:
         follow: called when ``torch.profiler`` has started or stopped.
     """
-    from unicoll.bootstrap.join import register_exit_handler
-
     profiler_watch.running, profiler_watch.changed = False, follow
-    world.enter(job, default)
-    register_exit_handler(world.leave, world.forget)
+    world.enter(job)
     if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
         from unicoll.group.call_counters import start_file
 
@@ -112,7 +195,7 @@ def _follow_profiler(running: bool) -> None:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """End a group, or with None or ``group.WORLD`` the whole job as far as this process is concerned.
+    """End a group; with None, ``group.WORLD`` or a group of :func:`join` the whole job, for this process.
 
     Posted operations are finished first, for a few seconds at most. Afterwards ``init_process_group`` may be called
     again. A view made by ``ProcessGroup.using`` stands for its group.
@@ -123,29 +206,37 @@ def destroy_process_group(group: Any = None) -> None:
     """
     if group is GroupMember.NON_GROUP_MEMBER:
         return
-    job = world.current("destroy_process_group")
     pg: Any = world.resolve(group)
     pg = getattr(pg, "base", pg)
-    if pg is job.default:
-        world.leave()
-        return
-    if pg not in job.groups:
+    job = getattr(pg, "job", None)
+    if job is None or pg not in job.groups:
         raise DistArgumentError(
             f"destroy_process_group: {pg!r} is not a group of this process, or not any more"
         )
+    if pg is job.default:
+        from unicoll.bootstrap.join import leave
+
+        leave(job)
+        return
     job.groups.remove(pg)
     pg.close()
 
 
-def explain() -> str:
+def explain(group: Any = None) -> str:
     """The choices of init_process_group with source and reason: rank, store, secret, interface, backends.
 
-    Before init_process_group: the choices that the environment would give. One line for each; never raises.
+    Before init_process_group: the choices that the environment would give. One line for each.
+
+    Args:
+        group: whose job is meant; None is that of the default group.
+
+    Raises:
+        DistArgumentError: this process is not in the group.
     """
-    if not world.is_initialized():
+    if group is None and not world.is_initialized():
         from unicoll.bootstrap import environment_report
 
         return "\n".join(["not initialised", *environment_report.lines()])
-    job = world.current("explain")
+    job = world.member(group, "explain").job
     groups = [f"group {one.name!r} of {one.size()}: {one.describe()}" for one in job.groups]
     return "\n".join([*job.notes, *groups])

@@ -83,7 +83,33 @@ def new_group(
             caller is not among them.
         BackendUnavailableError: the backend cannot be used here.
     """
-    job = world.current("new_group")
+    default = world.member(None, "new_group")
+    return _new_group(
+        default,
+        ranks,
+        timeout,
+        backend,
+        pg_options,
+        use_local_synchronization,
+        group_desc,
+        device_id,
+        sort_ranks,
+    )
+
+
+def _new_group(
+    default: ProcessGroup,
+    ranks: Sequence[int] | None,
+    timeout: Timeout,
+    backend: str | None,
+    pg_options: Any,
+    use_local_synchronization: bool,
+    group_desc: str | None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """:func:`new_group` of the job with this default group."""
+    job = default.job
     members = check_ranks("new_group", range(job.size) if ranks is None else ranks, job.size)
     if sort_ranks:
         members.sort()
@@ -96,9 +122,9 @@ def new_group(
     else:
         job.named["new_group()"] += 1
         name = f"group-{job.named['new_group()']}"
-    seconds = world.seconds(timeout, job.default.timeout)
-    choices = _choices(job, backend, job.default)
-    parent = None if use_local_synchronization else job.default
+    seconds = world.seconds(timeout, default.timeout)
+    choices = _choices(job, backend, default)
+    parent = None if use_local_synchronization else default
     return _make(job, name, members, choices, seconds, group_desc, pg_options, device_id, parent)
 
 
@@ -123,9 +149,8 @@ def new_subgroups(
     Raises:
         DistArgumentError: the group cannot be cut evenly.
     """
-    job = world.current("new_subgroups")
     parent = world.member(group, "new_subgroups")
-    given = group_size if group_size is not None else job.local_size or parent.size()
+    given = group_size if group_size is not None else parent.job.local_size or parent.size()
     size = as_integer("new_subgroups: group_size", given)
     if not 0 < size <= parent.size() or parent.size() % size:
         raise DistArgumentError(
@@ -133,7 +158,7 @@ def new_subgroups(
         )
     ranks = parent.ranks
     lists = [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
-    return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
+    return _subgroups(parent.job.default, lists, timeout, backend, pg_options, group_desc)
 
 
 def new_subgroups_by_enumeration(
@@ -156,9 +181,21 @@ def new_subgroups_by_enumeration(
     everyone = [r for ranks in ranks_per_subgroup_list for r in ranks]
     if len(set(everyone)) != len(everyone):
         raise DistArgumentError("new_subgroups_by_enumeration: a rank is in two subgroups")
+    default = world.member(None, "new_subgroups_by_enumeration")
+    return _subgroups(default, ranks_per_subgroup_list, timeout, backend, pg_options, group_desc)
+
+
+def _subgroups(
+    default: ProcessGroup,
+    lists: Sequence[Sequence[int]],
+    timeout: Timeout,
+    backend: str | None,
+    pg_options: Any,
+    group_desc: str | None,
+) -> tuple[Any, list[Any]]:
     mine, made = None, []
-    for ranks in ranks_per_subgroup_list:
-        made.append(new_group(ranks, timeout, backend, pg_options, group_desc=group_desc))
+    for ranks in lists:
+        made.append(_new_group(default, ranks, timeout, backend, pg_options, False, group_desc))
         if isinstance(made[-1], ProcessGroup):
             mine = made[-1]
     return mine, made
@@ -196,7 +233,6 @@ def split_group(
         DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent; or both
             ``split_ranks`` and ``color``.
     """
-    job = world.current("split_group")
     parent = world.member(parent_pg, "split_group").base
     if not isinstance(color, EllipsisType):
         if split_ranks is not None:
@@ -212,7 +248,7 @@ def split_group(
     check_ranks("split_group", everyone, parent.size())
     number = parent.next_child()
     seconds = world.seconds(timeout, parent.timeout)
-    choices = _choices(job, backend, parent)
+    choices = _choices(parent.job, backend, parent)
     for i, part in enumerate(split_ranks):
         if len(part) == 0:
             raise DistArgumentError(f"split_group: part {i} of split_ranks is empty")
@@ -220,7 +256,7 @@ def split_group(
             name = f"{parent.name}/{number}.{i}"
             members = [parent.ranks[r] for r in part]
             made: ProcessGroup = _make(
-                job, name, members, choices, seconds, group_desc, pg_options, None, parent
+                parent.job, name, members, choices, seconds, group_desc, pg_options, None, parent
             )
             return made
     parent.leave_out(choices)

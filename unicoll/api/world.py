@@ -1,7 +1,8 @@
-"""The state of this process between init and destroy: the default group and the other groups; rank, size, backends."""
+"""The default group, from init to destroy, and what is asked of it and of other groups: rank, size, backends."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ class _NonMember:
 
 _job: Job | None = None
 """The job of the default group, from ``init_process_group`` to ``destroy_process_group``."""
-_forked = False  # True in a forked child whose parent was in a job, until it joins one itself
+_pid = 0
+"""Of the process that is in the job; in a forked child, until it joins a job itself, of the parent that was in one."""
 
 
 class _GroupMeta(type):
@@ -71,39 +73,29 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
         return None
     if not hasattr(pg, "size"):  # duck typing: torch's groups over ours, and test doubles
         raise DistTypeError(f"group: expected a process group, got {pg!r}")
-    if by_function and _job is not None and isinstance(pg, type(_job.default)):
-        return pg._function_view  # type: ignore[no-any-return]
-    return pg
+    return getattr(pg, "_function_view", pg) if by_function else pg
 
 
-def enter(job: Job, default: ProcessGroup) -> None:
-    """Set the job of the default group, which this process has joined."""
-    global _job, _forked
-    job.default, job.function_view = default, default._function_view
-    _job, _forked = job, False
+def enter(job: Job) -> None:
+    """Make a job's group of all ranks the default group, until this process leaves the job."""
+    global _job, _pid
+    job.function_view = job.default._function_view
+    job.leaving = _forget
+    _job, _pid = job, os.getpid()
+
+
+def _forget() -> None:
+    global _job, _pid
+    _job = None
+    _pid = 0 if _pid == os.getpid() else _pid
 
 
 def leave(error: BaseException | None = None) -> None:
     """Leave the job of the default group, if there is one; ``error`` is the exception that ends the process."""
     if _job is not None:
-        leave_job(_job, error)
+        from unicoll.bootstrap import join
 
-
-def leave_job(job: Job, error: BaseException | None = None) -> None:
-    """Leave a job, which may be that of the default group."""
-    from unicoll.bootstrap import join
-
-    global _job
-    if job is _job:
-        _job = None
-    join.leave(job, error)
-
-
-def forget() -> None:
-    """A forked child is not a member of its parent's groups."""
-    global _job, _forked
-    _forked = _forked or _job is not None
-    _job = None
+        join.leave(_job, error)
 
 
 def seconds(timeout: Timeout, default: float) -> float:
@@ -120,9 +112,10 @@ def current(what: str) -> Job:
 
 
 def _not_initialized(before: str = "") -> NotInitializedError:
-    forked = "; this process was forked from a rank, and is not a rank itself" if _forked else ""
+    forked = _pid not in (0, os.getpid())
+    note = "; this process was forked from a rank, and is not a rank itself" if forked else ""
     return NotInitializedError(
-        f"{before}there is no default process group: call init_process_group first{forked}"
+        f"{before}there is no default process group: call init_process_group first{note}"
     )
 
 

@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from unicoll.arrays.buffer import Buffer
@@ -104,14 +105,17 @@ class Job:
         choices: the backends of the default group.
         notes: what was chosen, from which source and why; one line each.
         groups: the open groups, in the order in which they were created.
-        default: the default group; None until it is made, and in a job that the torch plug-in has joined for a group
-            that is not the default one.
-        function_view: the default group's view for public functions.
+        default: the group of all ranks with which the job begins, and ends; None until it is made, and in a job that
+            the torch plug-in has joined for a group of its own.
+        function_view: the view of ``default`` for public functions.
         named: how often each name of a group was used on this rank, for numbering.
         hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.call_hooks`).
         error: the exception or SystemExit because of which this process leaves the job; None before, and if the
             program goes on.
+        leaving: called first when this process leaves the job, and in a forked child of it.
         cleanup: what is closed when this process leaves the job.
+        number: of the job in this process, never used again.
+        name: with which it was joined (:func:`unicoll.join`), or "".
     """
 
     rank: int
@@ -135,7 +139,10 @@ class Job:
     named: Counter[str] = field(default_factory=Counter)
     hooks: tuple[Any, ...] = ()
     error: BaseException | None = None
+    leaving: Callable[[], None] | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
+    number: int = field(default_factory=count(1).__next__)
+    name: str = ""
     _shared: dict[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

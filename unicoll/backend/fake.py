@@ -114,7 +114,7 @@ class FakeBackend(Backend):
     def _count(self, calls: Sequence[Call]) -> None:
         context = self._context
         for call in calls:
-            kind = CallKind(call, context.name, context.ranks, self.name)
+            kind = CallKind(call, context.job.number, context.name, context.ranks, self.name)
             arrays = kind.inputs, kind.outputs
             key = (kind.group, kind.op, arrays, kind.reduce, kind.compression, kind.root)
             with _lock:

@@ -66,6 +66,7 @@ class CallKind:
     """What all calls of a kind have in common.
 
     Attributes:
+        job: number of the job in this process.
         group, ranks: name of the group, and the global ranks of its members.
         op: name of the operation.
         inputs, outputs: element type and shape of each array; the same tuple for operations in place.
@@ -77,7 +78,8 @@ class CallKind:
         peer, tag: of a message; else -1 and 0.
     """
 
-    def __init__(self, call: Call, group: str, ranks: tuple[int, ...], backend: str) -> None:
+    def __init__(self, call: Call, job: int, group: str, ranks: tuple[int, ...], backend: str) -> None:
+        self.job = job
         self.group = group
         self.ranks = ranks
         self.op = call.op.name
@@ -104,7 +106,7 @@ class CallKind:
         if found is None:
             if len(self._messages) >= _MAX_MESSAGE_KINDS:
                 self._messages.clear()
-            found = self._messages[key] = CallKind(call, self.group, self.ranks, self.backend)
+            found = self._messages[key] = CallKind(call, self.job, self.group, self.ranks, self.backend)
         return found
 
 

@@ -37,12 +37,12 @@ _WRITE_S = 3.0
 _open: list[FlightDumper] = []
 
 
-def current() -> FlightDumper | None:
-    """That of the job which this process joined last, or None."""
-    return _open[-1] if _open else None
+def dumper_of(job: Job) -> FlightDumper:
+    """The dumper of a job that this process is in."""
+    return next(dumper for dumper in _open if dumper.job is job)
 
 
-def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> str:
+def dump_flight_recorder(directory: str | os.PathLike[str] | None = None, group: Any = None) -> str:
     """Write this rank's last calls, with the stacks of its threads, for ``python -m unicoll.trace``; returns the path.
 
     The file is ``rank_R.json``; ``nccl_trace_rank_R`` beside it has the calls in the format of PyTorch's flight
@@ -53,16 +53,20 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> str
         directory: made if it does not exist; it has to belong to this user or root, and not every user may write to
             it unless it has the sticky bit, as /tmp. None is the directory that ``UNICOLL_TRACE_DIR`` had in
             init_process_group, or if it was not set a directory of the job's own among this host's temporary files.
+        group: whose job's calls are written; None is init_process_group's, or else the job that was joined last.
 
     Raises:
-        NotInitializedError: before init_process_group.
+        NotInitializedError: there is no job.
         DistArgumentError: ``directory`` cannot be written; the message has the reason.
     """
-    dumper = current()
-    if dumper is None:
+    if group is None:
+        found = [each for each in _open if not each.job.name] or _open
+    else:
+        found = [each for each in _open if each.job is group.job]
+    if not found:
         raise NotInitializedError("dump_flight_recorder: there is no job: call init_process_group first")
     try:
-        return dumper.dump(directory, "dump_flight_recorder() was called")
+        return found[-1].dump(directory, "dump_flight_recorder() was called")
     except OSError as error:
         raise DistArgumentError(f"dump_flight_recorder: directory: {error}") from error
 
@@ -70,19 +74,18 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> str
 class FlightDumper:
     """The dumps of one job; :meth:`close` ends it.
 
-    Failures of groups are dumped if UNICOLL_TRACE_DIR is set now. In the main thread of a process that has no handler
-    of SIGUSR1, the signal is handled.
+    Failures of groups are dumped if UNICOLL_TRACE_DIR is set now, those of a job with a name in a folder of that name.
+    In the main thread of a process that has no handler of SIGUSR1, the signal is handled.
     """
 
     def __init__(self, job: Job) -> None:
-        self._job = job
-        self._begun = time.monotonic()
+        self.job = job
         self._id = job.control.job_id if job.control is not None else secrets.token_hex(8)
         self._writers: list[threading.Thread] = []
         self._failures: list[dict[str, object]] = []
-        self._directory = os.environ.get("UNICOLL_TRACE_DIR", "")
+        self.directory = os.environ.get("UNICOLL_TRACE_DIR", "")
         with suppress(OSError):  # the working directory does not exist
-            self._directory = self._directory and os.path.abspath(self._directory)
+            self.directory = self.directory and os.path.abspath(os.path.join(self.directory, job.name))
         if job.control is not None:
             job.control.failure_listeners.append(self._on_failure)
         if _sigusr1_is_free():
@@ -95,9 +98,9 @@ class FlightDumper:
             _open.remove(self)
         if not _open:
             _restore_signal()
-        if self._job.control is not None:
+        if self.job.control is not None:
             with suppress(ValueError):
-                self._job.control.failure_listeners.remove(self._on_failure)
+                self.job.control.failure_listeners.remove(self._on_failure)
         deadline = time.monotonic() + _WRITE_S
         for thread in list(self._writers):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -122,9 +125,9 @@ class FlightDumper:
         from unicoll.bootstrap import dump_format  # it is needed rarely
 
         stacks = dump_format.threads(_WRITER)
-        groups = list(self._job.groups)
+        groups = list(self.job.groups)
         copied()
-        job, control = self._job, self._job.control
+        job, control = self.job, self.job.control
         if control is None or job.rank == 0:
             offset: Offset | None = Offset(0.0, 0.0)
         else:
@@ -147,7 +150,7 @@ class FlightDumper:
                 if not failure:
                     log.warning(
                         "rank %d: the flight recorder's dump is %s; python -m unicoll.trace %s reads it",
-                        self._job.rank,
+                        self.job.rank,
                         path,
                         os.path.dirname(path),
                     )
@@ -170,31 +173,29 @@ class FlightDumper:
             copied.wait(_SNAPSHOT_S)
 
     def _warn(self, error: Exception) -> None:
-        log.warning("rank %d: the flight recorder's dump is not written: %s", self._job.rank, error)
+        log.warning("rank %d: the flight recorder's dump is not written: %s", self.job.rank, error)
 
     def _on_failure(self, group: str, error: DistError) -> None:
         """A group has failed; its calls have not ended yet."""
         text = failure_text(error)
         self._failures.append({"group": group, "error": text, "at": time.monotonic()})
-        if self._directory:
+        if self.directory:
             self.start(f"group {group!r} failed: {text}", True)
 
     def _default_directory(self) -> str:
         import tempfile
 
-        if self._directory:
-            return self._directory
+        if self.directory:
+            return self.directory
         # a name that is seen on one host says nothing about those on the others
         name = hashlib.sha256(f"{self._id} {hostname()}".encode()).hexdigest()[:16]
         return os.path.join(tempfile.gettempdir(), f"unicoll_trace_{name}")
 
     def _write(self, directory: str, reason: str, failure: bool, copied: Callable[[], None]) -> str:
-        # First: they may end at any time. The groups of a job that has ended have equal names and numbers.
-        begun = min(dumper._begun for dumper in [self, *_open])
-        calls = [call for call in recorded_calls() if call.created >= begun]
+        calls = recorded_calls(self.job.number)  # first: they may end at any time
         from unicoll.bootstrap import torch_dump  # it is needed rarely
 
-        job, groups = self._job, list(self._job.groups)
+        job, groups = self.job, list(self.job.groups)
         content = self.content(reason, calls, failure, copied)
         name, folder = f"rank_{job.rank}.json", open_own_directory(directory)
         try:
@@ -228,7 +229,8 @@ def _restore_signal() -> None:
 
 def _on_signal(_number: int, _frame: FrameType | None) -> None:
     # On another thread: this one may be within a call whose locks the dump needs.
-    for dumper in _open[-1:]:
+    # Of jobs with one directory the newest is written.
+    for dumper in {each.directory or each: each for each in _open}.values():
         dumper.start("SIGUSR1", False)
 
 

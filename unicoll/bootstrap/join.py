@@ -9,11 +9,13 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 
 from unicoll.backend.contract import Job
 from unicoll.backend.wait_monitor import WaitMonitor
 from unicoll.bootstrap import fake_job, mpi_launch
 from unicoll.bootstrap.flight_dump import FlightDumper
+from unicoll.bootstrap.mpi_launch import MPIJobStart
 from unicoll.bootstrap.rendezvous import Rendezvous, refuse_protection, rendezvous
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
 from unicoll.errors import DistError
@@ -23,6 +25,7 @@ from unicoll.net import debug_level, environment, excepthook, fork_safety, logs
 from unicoll.net.control.client import ControlClient
 from unicoll.net.control.departures import publish_refusal
 from unicoll.net.formatting import backend_text
+from unicoll.net.secret import Secret
 from unicoll.net.stores import Store
 from unicoll.net.stores.signed import SignedStore
 
@@ -40,12 +43,17 @@ def join(
     store: Store | StoreLocation | None,
     timeout: float,
     join_timeout: float,
+    name: str = "",
+    secret: Secret | None = None,
+    use_launcher: bool = True,
 ) -> Job:
     """:func:`run_rendezvous`, then :func:`join_job`."""
     started = time.monotonic()
     backend = fake_job.override or backend
-    found = run_rendezvous(backend, init_method, rank, world_size, store, join_timeout)
-    job = join_job(found, backend, timeout, join_timeout)
+    found = run_rendezvous(
+        backend, init_method, rank, world_size, store, join_timeout, name, secret, use_launcher
+    )
+    job = join_job(found, backend, timeout, join_timeout, name)
     log.info("joined as rank %d of %d in %.3f s", found.rank, found.world_size, time.monotonic() - started)
     return job
 
@@ -57,8 +65,13 @@ def run_rendezvous(
     world_size: int,
     store: Store | StoreLocation | None,
     join_timeout: float,
+    name: str = "",
+    secret: Secret | None = None,
+    use_launcher: bool = True,
 ) -> Rendezvous:
-    """Find the other processes, with the arguments of init_process_group; ``store`` may also be a location.
+    """Find the other processes, with the arguments of :func:`unicoll.join`; ``store`` may also be a location.
+
+    ``use_launcher`` is False if the launcher has started other processes than those of this job.
 
     Raises:
         DistArgumentError: arguments and environment do not give rank and world size, or contradict each other; a
@@ -74,7 +87,9 @@ def run_rendezvous(
     if backend is not None and backend_choice.is_fake(backend_choice.choose(backend)):
         return fake_job.rendezvous(init_method, rank, world_size)
     log.info("joining: process %d", os.getpid())
-    mpi = mpi_launch.start(backend, rank, world_size, join_timeout)
+    mpi = MPIJobStart(rank, world_size)
+    if use_launcher:
+        mpi = mpi_launch.start(backend, rank, world_size, join_timeout)
     found = rendezvous(
         init_method,
         mpi.rank,
@@ -84,15 +99,23 @@ def run_rendezvous(
         launched=mpi.launched,
         mpi_store=mpi.store,
         spare_store=mpi.spare_store,
+        name=name,
+        secret=secret,
+        use_launcher=use_launcher,
     )
     found.notes[:0] = mpi.notes
     found.mpi_started, found.mpi_reason = found.mpi_started or mpi.started, mpi.reason
-    logs.set_rank(found.rank)
+    if not name:
+        logs.set_rank(found.rank)
     return found
 
 
-def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_timeout: float) -> Job:
+def join_job(
+    rendezvous: Rendezvous, backend: str | None, timeout: float, join_timeout: float, name: str = ""
+) -> Job:
     """Join the job of a rendezvous; returns when all ranks have joined. On an error ``rendezvous`` is closed too.
+
+    At the end of the interpreter the process leaves the job, with the exception that has ended the program.
 
     Raises:
         BackendUnavailableError: the backend cannot be used on this machine; the message has the reason.
@@ -112,6 +135,7 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
         local_rank=launched.local_rank if launched else None,
         fake=rendezvous.fake,
         rendezvous=rendezvous,
+        name=name,
     )
     job.cleanup.callback(log.info, "left the job")
     job.cleanup.callback(rendezvous.close)
@@ -150,6 +174,8 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
     for note in job.notes:
         log.info("%s", note)
     job.cleanup.callback(FlightDumper(job).close)
+    _joined.append(job)
+    _register_exit_handler()
     return job
 
 
@@ -167,6 +193,10 @@ def leave(job: Job, error: BaseException | None = None) -> None:
         error: the exception that has ended the program, or SystemExit; None if the program goes on.
     """
     job.error = job.error or error
+    if job in _joined:
+        _joined.remove(job)
+    if job.leaving is not None:
+        job.leaving()
     groups = [*job.groups]
     job.groups.clear()
     with job.cleanup.pop_all() as cleanup:  # after an exception the rest is still closed
@@ -217,23 +247,28 @@ def _describe_exit(pid: int, status: int, cause: str) -> str:
 
 _exit_cause: BaseException = SystemExit()
 _hook_installed = False
-_exit_handlers: list[Callable[[BaseException | None], None]] = []
+_joined: list[Job] = []
+"""The jobs that this process is in."""
 
 
-def register_exit_handler(
-    handler: Callable[[BaseException | None], None], forget: Callable[[], None]
-) -> None:
-    """At the end of the interpreter call ``handler`` with the exception that ended the program, or with SystemExit.
-
-    A forked child, which is not a member of its parent's groups, calls ``forget`` after the fork instead. A repeated
-    registration of ``handler`` has no effect.
-    """
-    if handler in _exit_handlers:
-        return
+@lru_cache(maxsize=1)
+def _register_exit_handler() -> None:
+    """Once per process, when it has joined a job: at exit it leaves its jobs; a forked child is in none of them."""
     _install_excepthook()
-    _exit_handlers.append(handler)
-    atexit.register(lambda: handler(_exit_cause))
-    fork_safety.in_child(forget)
+    atexit.register(_leave_all)
+    fork_safety.in_child(_forget_all)
+
+
+def _leave_all() -> None:
+    for job in reversed([*_joined]):
+        leave(job, _exit_cause)
+
+
+def _forget_all() -> None:
+    while _joined:
+        job = _joined.pop()
+        if job.leaving is not None:
+            job.leaving()
 
 
 def set_exit_cause(error: BaseException) -> None:

@@ -109,6 +109,9 @@ def rendezvous(
     launched: LaunchInfo | None = None,
     mpi_store: Callable[[float], Store] | None = None,
     spare_store: Callable[[float], Store] | None = None,
+    name: str = "",
+    secret: Secret | None = None,
+    use_launcher: bool = True,
 ) -> Rendezvous:
     """Find the other processes of the job.
 
@@ -121,6 +124,9 @@ def rendezvous(
         launched: the launcher's information; None reads it from the environment.
         mpi_store: opens a store over MPI, if MPI has been chosen; used if MASTER_ADDR is not set.
         spare_store: opens a store over MPI; used if ``env://`` gives no address at all.
+        name: of the job; jobs of different names may use one store at the same time.
+        secret: the job's secret; None reads it from the environment.
+        use_launcher: False if the launcher has started other processes than those of this job.
 
     With ``env://`` the store is the launcher's (``UNICOLL_STORE=host:port``), or rank 0 hosts it at
     ``MASTER_ADDR`` and ``MASTER_PORT`` or at the address of the launcher's variables
@@ -142,8 +148,12 @@ def rendezvous(
     url = parse_init_method(init_method if init_method is not None else "env://")
     notes: list[str] = []
     rank, world_size, launched = members(url, rank, world_size, environ, notes, launched)
-    secret = find_secret(environ)
+    if not use_launcher:
+        launched = None
+    secret = secret or find_secret(environ)
     location = _location(url, rank, world_size, store, launched, secret, environ, mpi_store, spare_store)
+    if name:
+        location.namespace += f"/{name}"
     single_host = world_size == 1 or (launched is not None and launched.single_host)
     listen = interfaces.listen_addresses(location.master_host, environ, single_host=single_host)
     if (

@@ -19,6 +19,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -51,8 +52,8 @@ STALE_SECONDS = 10.0
 """How long a rank that another process has claimed, or that finds another job's record, waits for rank 0's next record
 before it reports the conflict."""
 
-# The rendezvous of this process so far, as (token, rank); tokens are random, so the address does not matter.
-_used: set[tuple[str, int]] = set()
+# The last rendezvous of this process, as (token, rank); tokens are random, so the address does not matter.
+_used: deque[tuple[str, int]] = deque(maxlen=1000)
 _lock = threading.Lock()
 
 
@@ -202,7 +203,7 @@ def _agree_at(
     else:
         record = _await_record(location, store, rank, secret, deadline, job)
     with _lock:
-        _used.add((record.token, rank))
+        _used.append((record.token, rank))
     namespace = PrefixStore(f"{location.namespace}/{record.token}", root)
     trusted = record.private and (bool(secret.key) or location.private())
     key = record.job_key(secret.key)

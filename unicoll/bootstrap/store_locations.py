@@ -238,6 +238,7 @@ class TCPLocation(StoreLocation):
             is_master,
             timedelta(seconds=seconds_left(deadline, MIN_SECONDS)),
             wait_for_workers=False,
+            multi_tenant=is_master,  # this process may be rank 0 of several jobs at this address
             secret=self._secret,
             bind=bind,
         )

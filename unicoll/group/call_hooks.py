@@ -31,6 +31,7 @@ class HookedCall:
 
     Attributes:
         group, ranks: name of the group, and the global ranks of its members.
+        rank: the global rank of this process.
         op: name of the operation.
         inputs, outputs: the user's arrays; empty in ``after`` and ``waited``, so that no array is kept alive.
         nbytes: bytes of the inputs, or of the outputs where this rank has no inputs.
@@ -47,6 +48,7 @@ class HookedCall:
     def __init__(self, call: Call, context: Context, backend: str, blocking: bool) -> None:
         self.group = context.name
         self.ranks = context.ranks
+        self.rank = context.job.rank
         self.op = call.op.name
         unread = call.op.outputs is Arity.ONE_OFF_ROOT and context.rank != call.root
         self.inputs = [] if unread else [b.owner for b in call.inputs]
@@ -210,7 +212,7 @@ class HookedBackend(Backend):
                 raise
         record.inputs, record.outputs = [], []
         record.started = monotonic()
-        kind = CallKind(call, context.name, context.ranks, self.name)
+        kind = CallKind(call, context.job.number, context.name, context.ranks, self.name)
         entry = PendingEntry(kind, call, record.started, record.started, record.site)
         entry.on_end = lambda: self._end(record, entry.seq, entry.error)
         return record, entry

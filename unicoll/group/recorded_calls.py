@@ -80,10 +80,18 @@ class RecordedCall:
         return f"{self.op}({', '.join(parts)})"
 
 
-def recorded_calls() -> list[RecordedCall]:
-    """The last calls of this process, in the order in which they began; any thread."""
-    found = [_pending(e) if isinstance(e, PendingEntry) else _ended(e) for e in _snapshot()]
-    found += _running()
+def recorded_calls(job: int = 0) -> list[RecordedCall]:
+    """The last calls of this process, in the order in which they began; any thread.
+
+    ``job`` is the number of the job whose calls are wanted; 0 means all.
+    """
+    entries = [(e.kind if isinstance(e, PendingEntry) else e[0], e) for e in _snapshot()]
+    found = [
+        _pending(e) if isinstance(e, PendingEntry) else _ended(e)
+        for kind, e in entries
+        if job in (0, kind.job)
+    ]
+    found += [_running_call(a) for a in _running() if a.kind is not None and job in (0, a.kind.job)]
     return sorted(found, key=lambda call: call.created)
 
 
@@ -118,17 +126,12 @@ def _pending(entry: PendingEntry) -> RecordedCall:
     return _record(entry.kind, seq, entry.site, state, times, False, entry.error)
 
 
-def _running() -> list[RecordedCall]:
-    """The blocking calls that threads are in."""
+def _running() -> list[Activity]:
+    """What the threads are in."""
     if not ring().maxlen:
         return []
     threads = [thread.ident for thread in threading.enumerate()]
-    return [
-        _running_call(activity)
-        for thread in threads
-        for activity in thread_activity.activities(thread)
-        if activity.kind is not None
-    ]
+    return [activity for thread in threads for activity in thread_activity.activities(thread)]
 
 
 def _running_call(activity: Activity) -> RecordedCall:

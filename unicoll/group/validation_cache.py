@@ -78,7 +78,7 @@ class ValidationCache:
         backend = self._backends.route(call)
         if self._hooks:
             backend = self._hooked.setdefault(backend, HookedBackend(backend, context, self._hooks))
-        kind = CallKind(call, context.name, context.ranks, backend.name)
+        kind = CallKind(call, context.job.number, context.name, context.ranks, backend.name)
         counts = EVEN if call.in_counts is None is call.out_counts else (call.in_counts, call.out_counts)
         checked = sign(call), backend, backend.runner(call.op), kind, counts
         if len(known) >= _MAX_KINDS:

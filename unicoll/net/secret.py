@@ -57,7 +57,7 @@ class Secret(NamedTuple):
 
     Attributes:
         key: the bytes that handshakes prove; ``b""`` if the job has no secret.
-        source: ``"UNICOLL_SECRET"``, ``"UNICOLL_SECRET_FILE=<path>"``, ``"launcher"`` or ``"none"``.
+        source: ``"UNICOLL_SECRET"``, ``"UNICOLL_SECRET_FILE=<path>"``, ``"the argument secret"`` or ``"none"``.
     """
 
     key: bytes
@@ -100,11 +100,26 @@ def find_secret(environ: Mapping[str, str] = os.environ) -> Secret:
         raise DistArgumentError(
             f"{source} is empty: put a secret there, or unset the variable to run without one"
         )
-    if len(key) < _SHORT:
+    return _checked(Secret(key, source))
+
+
+def given_secret(text: str) -> Secret:
+    """The secret of an argument; DistArgumentError if it is empty."""
+    if not isinstance(text, str) or not text.strip():
+        raise DistArgumentError("secret: a text that is not empty is expected")
+    return _checked(Secret(Key(text.strip().encode("utf-8", "surrogateescape")), "the argument secret"))
+
+
+def _checked(secret: Secret) -> Secret:
+    """The secret, with a warning if it is short."""
+    if len(secret.key) < _SHORT:
         log.warning(
-            "the secret from %s has only %d bytes and can be guessed: use %d or more", source, len(key), 32
+            "the secret from %s has only %d bytes and can be guessed: use %d or more",
+            secret.source,
+            len(secret.key),
+            32,
         )
-    return Secret(key, source)
+    return secret
 
 
 def _read_private(path: str) -> bytes:

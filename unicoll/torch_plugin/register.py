@@ -106,7 +106,8 @@ def _make(
     group = TorchProcessGroup(job, unicoll_group, requested.backend or name, torch_name, desc, store)
     group.backend_spec = spec
     if is_default:
-        init.enter(job.joined, unicoll_group)
+        job.joined.default = unicoll_group
+        init.enter(job.joined)
     return group
 
 

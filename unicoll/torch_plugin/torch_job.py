@@ -9,7 +9,7 @@ from typing import Any
 from unicoll.api import world
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.backend.contract import Context, Job
-from unicoll.bootstrap.join import join, join_job, register_exit_handler
+from unicoll.bootstrap.join import join, join_job, leave
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
@@ -68,12 +68,9 @@ class TorchJob:
         finally:
             if group in groups:
                 groups.remove(group)
-            if (ends_job or not groups) and _joined.pop(id(self), None) is not None:
+            if ends_job or not groups:
                 self.store = None
-                world.leave_job(self.joined)
-
-
-_joined: dict[int, TorchJob] = {}
+                leave(self.joined)
 
 
 def join_torch_job(
@@ -93,12 +90,4 @@ def join_torch_job(
         joined = join(backend, None, rank, world_size, location, limit, rendezvous_timeout)
     job = TorchJob(joined)
     job.store = inner
-    _joined[id(job)] = job
-    register_exit_handler(leave, _joined.clear)
     return job
-
-
-def leave(error: BaseException | None = None) -> None:
-    """Leave all jobs, at interpreter exit; ``error`` is the exception that ended the program, if any."""
-    while _joined:
-        world.leave_job(_joined.popitem()[1].joined, error)

@@ -55,7 +55,7 @@ def torch_group(group: Any = None) -> Any:
     current = world.current("torch_group")
     if unicoll_group not in current.groups:
         raise DistArgumentError(
-            f"torch_group: {unicoll_group!r} is not a group of this process, or has been destroyed"
+            f"torch_group: {unicoll_group!r} is not of init_process_group's job, or has been destroyed"
         )
     if not dist.is_initialized():
         dist.init_process_group(

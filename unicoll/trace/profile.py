@@ -114,10 +114,9 @@ def _use_ring(size: int | None) -> None:
 
 
 def _finish(made: Profile, directory: Path, file: TextIO | None) -> None:
-    dumper = flight_dump.current()
-    assert dumper is not None
+    job = world.current("profile")
     rank, size = world.get_rank(), world.get_world_size()
-    own = dumper.content("profile", recorded_calls())
+    own = flight_dump.dumper_of(job).content("profile", recorded_calls(job.number))
     parts: list[Any] | None = [None] * size if rank == 0 else None
     objects.gather_object(json.dumps(own), parts, dst=0)
     if parts is None:
