@@ -575,12 +575,12 @@ def test_two_processes_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _without_history(call: Any) -> None:
     """Run ``call`` like a process without an earlier rendezvous."""
-    used = set(rendezvous_protocol._used)
+    used = list(rendezvous_protocol._used)
     rendezvous_protocol._used.clear()
     try:
         call()
     finally:
-        rendezvous_protocol._used.update(used)
+        rendezvous_protocol._used.extend(used)
 
 
 def test_different_world_sizes() -> None:

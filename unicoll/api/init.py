@@ -207,7 +207,7 @@ def destroy_process_group(group: Any = None) -> None:
     """
     if group is GroupMember.NON_GROUP_MEMBER:
         return
-    pg: Any = world.resolve(group)
+    pg: Any = world.member(group, "destroy_process_group")
     pg = getattr(pg, "base", pg)
     job = getattr(pg, "job", None)
     if job is None or pg not in job.groups:

@@ -258,6 +258,6 @@ def member(pg: Any, what: str) -> ProcessGroup:
     """The group of an argument; DistArgumentError, naming the call ``what``, if this process is not in it."""
     if isinstance(pg, _NonMember):
         raise DistArgumentError(f"{what}: this process is not in the given group")
-    found = resolve(pg)
+    found = current(what).default if pg is None else resolve(pg)
     assert found is not None
     return found
