@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,7 @@ def test_jobs_have_their_own_members_ranks_and_groups(tmp_path: Path) -> None:
             part = dist.split_group(pair, [[1, 0]])
             assert dist.all_reduce(np.ones(1), group=part, async_op=True).wait()
             own, every = dist.new_subgroups(1, group=pair)
-            assert (own.ranks, len(every)) == ((me,), 2)
+            assert (own.ranks, len(every), own.name) == ((me,), 2, f"pair/group-{1 + me}")
             assert f"rank {me} of 2: from arguments" in dist.explain(pair)
             dist.destroy_process_group(part)
             with pytest.raises(dist.GroupAbortedError, match="destroyed"):
@@ -140,19 +142,41 @@ def _refused(port: int) -> bool:
 @on_ranks(2)
 def test_nothing_is_left_of_jobs_that_were_left(tmp_path: Path) -> None:
     """The ranks' own end finds threads, files and segments that are left."""
-    descriptors = 0
+    dist.barrier()
+    descriptors = len(os.listdir("/proc/self/fd"))
     for number in range(20):
         with jobs_as_before():
-            group = dist.join(f"file://{tmp_path}/job{number}", rank=dist.get_rank(), world_size=2)
+            group = dist.join(
+                f"file://{tmp_path}/{number}", name=f"job{number}", rank=dist.get_rank(), world_size=2
+            )
             x = np.ones(10)
             group.all_reduce(x)
             assert x[0] == 2.0
             dist.destroy_process_group(group)
-        if number == 5:
-            descriptors = len(os.listdir("/proc/self/fd"))
-    dist.barrier()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert len(rendezvous_protocol._used) <= 1000
+
+
+@on_ranks(3)
+def test_a_callback_of_one_job_calls_another(tmp_path: Path) -> None:
+    """Two ranks that wait for messages are in no deadlock while the callback of another job's call may send one."""
+    me, pair = dist.get_rank(), join_pair(str(tmp_path))
+    received = np.zeros(1)
+    if me == 1:
+        time.sleep(2)  # the search for deadlocks needs less
+        dist.all_reduce(np.ones(4))
+        return
+    work = dist.all_reduce(np.ones(4), async_op=True)
+    assert work is not None
+    if me == 2:
+        work.get_future().then(lambda _: pair.send(np.full(1, 7.0), 1))
+        pair.recv(received, 1)
+    else:
+        pair.recv(received, 0)
+        pair.send(received, 0)
+    assert received[0] == 7.0
+    work.wait()
+    dist.destroy_process_group(pair)
 
 
 @on_ranks(3)
@@ -168,7 +192,7 @@ def test_a_dump_has_the_calls_of_one_job(tmp_path: Path) -> None:
         dump = json.loads(path.read_text())
         assert {call["group"] for call in dump["calls"]} == {"world" if group is None else "pair"}
     dist.destroy_process_group(pair)
-    with pytest.raises(dist.NotInitializedError):
+    with pytest.raises(dist.DistArgumentError, match="is not a group of this process"):
         dist.dump_flight_recorder(tmp_path, pair)
 
 
@@ -228,18 +252,21 @@ def test_a_lost_rank_concerns_the_jobs_that_it_is_in(members: list[int], tmp_pat
     ("arguments", "match"),
     [
         ({"name": "a/b"}, "join: name='a/b' must be a letter and up to 63"),
+        ({"name": ""}, "join: name=''"),
+        ({"name": "world"}, "and not 'world'"),
         ({"name": "x" * 65}, "join: name="),
         ({"name": ".."}, "join: name="),
         ({"name": 3}, "join: name=3"),
         ({"secret": "  "}, "secret: a text that is not empty"),
-        ({"rank": 0}, "unknown world_size"),
-        ({"rank": 1, "world_size": 1}, "rank 1 is not below world_size 1"),
+        ({"init_method": None}, "give init_method or store, too"),
+        ({"world_size": -1}, "unknown world_size"),
+        ({"rank": 1}, "rank 1 is not below world_size 1"),
         ({"init_method": "tcp://127.0.0.1"}, "write tcp://host:port"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(dist.DistArgumentError, match=match):
-        dist.join(**{"rank": 0, "world_size": 1} | arguments if "rank" not in arguments else arguments)
+        dist.join(**{"init_method": "tcp://[::1]:1", "name": "some", "rank": 0, "world_size": 1} | arguments)
 
 
 @on_ranks(2)
@@ -269,8 +296,8 @@ everyone = dist.join(address, name="everyone", rank=rank, world_size=4, secret=s
 weights = np.full(1000, 3.0 if rank == 1 else 0.0)
 dist.broadcast(weights, src=1, group=everyone)
 assert (weights == 3.0).all()
-if own == 0:  # one process of each side, whose rank and size are those of their launcher, too, or are not
-    pair = dist.join(address, name="pair", rank=rank // 2, world_size=2, secret=secret)
+if own == 0:  # one process of each side; the size, and on one side the rank, are those of the launcher, too
+    pair = dist.join(f"{address}?rank={rank // 2}&world_size=2", name="pair", secret=secret)
     x = np.full(1, float(rank))
     dist.all_reduce(x, group=pair)
     assert x[0] == 2.0, x
@@ -294,11 +321,20 @@ dist.destroy_process_group()
 """
 
 
-def launch(folder: Path, program: str, *words: str) -> subprocess.Popen[str]:
+def launch(folder: Path, program: str, *words: str, flags: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Our launcher with two processes of a program."""
     (folder / "program.py").write_text(program)
     return subprocess.Popen(
-        [sys.executable, "-m", "unicoll.run", "--nproc-per-node=2", "--no-prefix", "program.py", *words],
+        [
+            sys.executable,
+            "-m",
+            "unicoll.run",
+            "--nproc-per-node=2",
+            "--no-prefix",
+            *flags,
+            "program.py",
+            *words,
+        ],
         cwd=folder,
         env=environment({"PYTHONPATH": str(ROOT)}),
         stdout=subprocess.PIPE,
@@ -311,7 +347,8 @@ def test_processes_of_two_launchers_meet(tmp_path: Path) -> None:
     with reserved_port() as port:
         address = f"tcp://127.0.0.1:{port}"
         trainer, evaluator = [
-            launch(tmp_path, MEETING, address, SECRET, side) for side in ("trainer", "evaluator")
+            launch(tmp_path, MEETING, address, SECRET, side, flags=[f"--rdzv-id={side}"])
+            for side in ("trainer", "evaluator")
         ]
         out, err = trainer.communicate(timeout=300)
         _, evaluator_err = evaluator.communicate(timeout=300)
@@ -324,14 +361,17 @@ def test_processes_of_two_launchers_meet(tmp_path: Path) -> None:
 
 
 ENDING = """
-import os, unicoll as dist
+import os, sys, unicoll as dist
 
 group = dist.join(name="ending")
 other = dist.join(name="other")
 if group.rank() == 1:
-    if os.fork() == 0:  # the child is in no job: its end is not the parent's
-        raise SystemExit(0)
-    os.wait()
+    if os.fork() == 0:  # the child is in no job: its calls and its end are not the parent's
+        try:
+            dist.barrier(group=group)
+        except dist.GroupAbortedError as error:
+            sys.exit(0 if "forked from a rank" in str(error) else 1)
+    assert os.wait()[1] == 0
     dist.barrier(group=group)
     raise ValueError("broken")
 dist.barrier(group=group)
@@ -352,3 +392,27 @@ def test_a_program_that_ends_leaves_its_jobs(tmp_path: Path) -> None:
     assert process.returncode == 1, err
     assert "ValueError: broken" in err
     assert out.splitlines() == ["told ending", "told other"], (out, err)
+
+
+ASKING = """
+import unicoll as dist
+
+dist.init_process_group()
+group = dist.join(name="asking")
+print(dist.dump_flight_recorder(group=group), flush=True)
+dist.destroy_process_group(group)
+dist.barrier()
+keys = dist.group.WORLD.job.rendezvous.root.list_keys()
+assert [key for key in keys if "asking" in key] == ["unicoll/asking/generation"], keys
+"""
+
+
+def test_a_requested_dump_of_a_job_stays_and_its_keys_do_not(tmp_path: Path) -> None:
+    process = launch(tmp_path, ASKING)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    paths = sorted(Path(line) for line in out.splitlines())
+    assert [path.name for path in paths] == ["rank_0.json", "rank_1.json"]
+    assert all(path.parent.name == "asking" and path.exists() for path in paths)
+    assert f"python -m unicoll.trace {paths[0].parent}" in err
+    shutil.rmtree(paths[0].parents[1])

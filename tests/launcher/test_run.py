@@ -808,6 +808,8 @@ def test_old_dump_directories_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
     for path in (old, recent, notes, other):
         path.mkdir()
         (path / ("notes.txt" if path in (recent, notes) else "rank_0.json")).touch()
+    (old / "job").mkdir()
+    (old / "job" / "rank_0.json").touch()
     link.symlink_to(other)
     for path in (old, notes, other, link):
         os.utime(path, (0, 0), follow_symlinks=False)

@@ -24,7 +24,7 @@ DEFAULT_NAME = "world"
 """Name of the default group."""
 _RENDEZVOUS_S = 300.0
 _NAME_LENGTH = 64
-_NAME = re.compile(rf"([A-Za-z][A-Za-z0-9._-]{{0,{_NAME_LENGTH - 1}}})?")
+_NAME = re.compile(rf"[A-Za-z][A-Za-z0-9._-]{{0,{_NAME_LENGTH - 1}}}")
 
 
 def init_process_group(
@@ -75,7 +75,7 @@ def init_process_group(
 def join(
     init_method: str | None = None,
     *,
-    name: str = "",
+    name: str,
     rank: int = -1,
     world_size: int = -1,
     secret: str | None = None,
@@ -94,28 +94,33 @@ def join(
 
     Args:
         init_method, store, timeout, backend, pg_options, device_id: as for :func:`init_process_group`.
-        name: of the job, equal on all its ranks: a letter and up to 63 letters, digits, ``.``, ``_`` and ``-``. Jobs
-            that use one address, store or launcher at the same time need different names. It is also the group's name.
+        name: of the job, and of the group; equal on all ranks, and another one than those of the other jobs that this
+            process is in or that use the same address or store: a letter and up to 63 letters, digits, ``.``, ``_``
+            and ``-``; not "world". Jobs at one address (``tcp://``) have the same process as rank 0, and one secret.
         rank, world_size: of this process in this job. -1 takes both from the launcher, whose processes then join. If
-            they are given, the processes may have been started by several launchers, whose variables are not used.
+            they are given, here or in the URL, the processes may be of several launchers, whose variables are not
+            used, and ``init_method`` or ``store`` is needed.
         secret: the secret of the job, equal on all its ranks; None takes the launcher's, or that of UNICOLL_SECRET or
-            UNICOLL_SECRET_FILE. Processes of several launchers need one that both know.
+            UNICOLL_SECRET_FILE. Processes of several launchers need one that both know. The launcher's own store,
+            which serves ``env://``, has the launcher's secret.
 
     Raises:
-        DistArgumentError: also for an invalid name and an empty secret.
+        DistArgumentError: also for an invalid name, an empty secret, and ranks without a place to meet.
         BackendUnavailableError, OperationTimeoutError, AuthenticationError, DistStoreError, DistNetworkError: as for
             :func:`init_process_group`.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise DistArgumentError(
-            f"join: name={name!r} must be a letter and up to {_NAME_LENGTH - 1} letters, digits, '.', '_' or '-'"
-        )
     from unicoll.net.secret import given_secret
 
     key = None if secret is None else given_secret(secret)
-    del secret  # a traceback with local variables does not show it
-    given = (world_size, rank) != (-1, -1)
-    job = _join(
+    secret = None  # a traceback with local variables does not show it
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == DEFAULT_NAME:
+        raise DistArgumentError(
+            f"join: name={name!r} must be a letter and up to {_NAME_LENGTH - 1} letters, digits, '.', '_' or '-', and"
+            f" not {DEFAULT_NAME!r}"
+        )
+    if (world_size, rank) != (-1, -1) and init_method is None and store is None:
+        raise DistArgumentError("join: rank and world_size are given; give init_method or store, too")
+    group: ProcessGroup = _join(
         "join",
         backend,
         init_method,
@@ -127,9 +132,7 @@ def join(
         device_id,
         name,
         key,
-        use_launcher=not given,
-    )
-    group: ProcessGroup = job.default
+    ).default
     return group
 
 
@@ -145,7 +148,6 @@ def _join(
     device_id: Any,
     name: str = "",
     secret: Secret | None = None,
-    use_launcher: bool = True,
 ) -> Job:
     """Join a job and make its group of all ranks, for the public function ``what``."""
     # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
@@ -157,7 +159,7 @@ def _join(
     world_size = as_integer(f"{what}: world_size", world_size)
     limit = world.seconds(timeout, default_pg_timeout.total_seconds())
     joining_s = min(limit, _RENDEZVOUS_S) if timeout is None else limit
-    job = join(backend, init_method, rank, world_size, store, limit, joining_s, name, secret, use_launcher)
+    job = join(backend, init_method, rank, world_size, store, limit, joining_s, name, secret)
     try:
         all_ranks = tuple(range(job.size))
         desc = name or "default_pg"
@@ -209,11 +211,7 @@ def destroy_process_group(group: Any = None) -> None:
         return
     pg: Any = world.member(group, "destroy_process_group")
     pg = getattr(pg, "base", pg)
-    job = getattr(pg, "job", None)
-    if job is None or pg not in job.groups:
-        raise DistArgumentError(
-            f"destroy_process_group: {pg!r} is not a group of this process, or not any more"
-        )
+    job = world.job_of(pg, "destroy_process_group")
     if pg is job.default:
         from unicoll.bootstrap.join import leave
 
@@ -238,6 +236,6 @@ def explain(group: Any = None) -> str:
         from unicoll.bootstrap import environment_report
 
         return "\n".join(["not initialised", *environment_report.lines()])
-    job = world.member(group, "explain").job
+    job = world.job_of(world.member(group, "explain"), "explain")
     groups = [f"group {one.name!r} of {one.size()}: {one.describe()}" for one in job.groups]
     return "\n".join([*job.notes, *groups])

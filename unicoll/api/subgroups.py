@@ -111,6 +111,7 @@ def _new_group(
     """:func:`new_group` of the job with this default group."""
     job = default.job
     members = check_ranks("new_group", range(job.size) if ranks is None else ranks, job.size)
+    above = f"{job.name}/" if job.name else ""
     if sort_ranks:
         members.sort()
     if use_local_synchronization:
@@ -118,10 +119,10 @@ def _new_group(
             raise DistArgumentError("new_group: with use_local_synchronization only the members may call")
         digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
         job.named[digest] += 1
-        name = f"local-{digest}-{job.named[digest]}"
+        name = f"{above}local-{digest}-{job.named[digest]}"
     else:
         job.named["new_group()"] += 1
-        name = f"group-{job.named['new_group()']}"
+        name = f"{above}group-{job.named['new_group()']}"
     seconds = world.seconds(timeout, default.timeout)
     choices = _choices(job, backend, default)
     parent = None if use_local_synchronization else default
@@ -158,7 +159,8 @@ def new_subgroups(
         )
     ranks = parent.ranks
     lists = [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
-    return _subgroups(parent.job.default, lists, timeout, backend, pg_options, group_desc)
+    default = parent.job.default or world.member(None, "new_subgroups")
+    return _subgroups(default, lists, timeout, backend, pg_options, group_desc)
 
 
 def new_subgroups_by_enumeration(

@@ -111,6 +111,14 @@ def current(what: str) -> Job:
     return _job
 
 
+def job_of(pg: Any, what: str) -> Job:
+    """The job of a group; DistArgumentError, naming the call ``what``, if it is none of this process's groups."""
+    job: Any = getattr(pg, "job", None)
+    if getattr(pg, "base", pg) not in getattr(job, "groups", ()):
+        raise DistArgumentError(f"{what}: {pg!r} is not a group of this process, or not any more")
+    return job  # type: ignore[no-any-return]
+
+
 def _not_initialized(before: str = "") -> NotInitializedError:
     forked = _pid not in (0, os.getpid())
     note = "; this process was forked from a rank, and is not a rank itself" if forked else ""

@@ -125,6 +125,11 @@ def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCal
     return found, all_blocked
 
 
+def has_callbacks(backend: HostBackend) -> bool:
+    """True if a call of a backend runs callbacks when it ends."""
+    return backend._p2p.has_callbacks or any(bool(each._callbacks) for each, _ in _in_background(backend))
+
+
 def _in_background(backend: HostBackend) -> list[tuple[HostCompletion, Any]]:
     queue = backend.queue
     running = queue._running

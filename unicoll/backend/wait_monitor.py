@@ -14,17 +14,20 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend import operation_errors
-from unicoll.backend.blocked_calls import BlockedCall, MessageQueues, find_blocked_calls
+from unicoll.backend.blocked_calls import BlockedCall, MessageQueues, find_blocked_calls, has_callbacks
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Job
 from unicoll.backend.host_backend import HostBackend
 from unicoll.errors import DeadlockError, DistError
-from unicoll.net import environment
+from unicoll.net import environment, fork_safety
 from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, MessageState, backend_group_of, compress
 
 _POLL_S = 0.2
 _BLOCKED_S = 0.15
 """How long a rank's calls must have lasted before it reports them."""
+
+_monitors: list[WaitMonitor] = []
+"""Those of all jobs that this process is in."""
 
 log = logging.getLogger("unicoll")
 
@@ -83,12 +86,15 @@ class WaitMonitor:
         self._control.handle("confirm", self._confirm)
         self._control.failure_listeners.append(self._name_call)
         self._control.handle("stalled", lambda message: self._granted.add(message["id"]))
+        _monitors.append(self)
         self._thread = threading.Thread(target=self._run, name="unicoll-monitor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread; idempotent."""
         self._closing.set()
+        if self in _monitors:
+            _monitors.remove(self)
         with suppress(ValueError):
             self._control.failure_listeners.remove(self._name_call)
         if self._thread is not threading.current_thread():
@@ -118,6 +124,9 @@ class WaitMonitor:
     def _take_snapshot(self) -> _Snapshot:
         backends = self._backends()
         blocked, all_blocked = find_blocked_calls(backends)
+        others = [monitor for monitor in [*_monitors] if monitor is not self]
+        if any(has_callbacks(backend) for monitor in others for backend in monitor._backends()):
+            all_blocked = False  # a callback of a call of another job may call this one's groups
         seen: dict[int, _TrackedCall] = {}
         entries = [(one, self._entry(one.call, one.where, seen)) for one in blocked]
         stalled = [
@@ -240,3 +249,6 @@ def _describe(one: BlockedCall) -> str:
     if call.site:
         text += f" at {call.site}"
     return f"{text}, waited for at {one.where}" if one.where and one.where != call.site else text
+
+
+fork_safety.in_child(_monitors.clear)

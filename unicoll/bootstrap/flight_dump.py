@@ -57,12 +57,15 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None, group:
 
     Raises:
         NotInitializedError: there is no job.
-        DistArgumentError: ``directory`` cannot be written; the message has the reason.
+        DistArgumentError: ``group`` is not one of this process, or ``directory`` cannot be written, and why.
     """
     if group is None:
         found = [each for each in _open if not each.job.name] or _open
     else:
-        found = [each for each in _open if each.job is group.job]
+        base = getattr(group, "base", group)
+        found = [each for each in _open if base in each.job.groups]
+        if not found:
+            raise DistArgumentError(f"dump_flight_recorder: {group!r} is not a group of this process")
     if not found:
         raise NotInitializedError("dump_flight_recorder: there is no job: call init_process_group first")
     try:

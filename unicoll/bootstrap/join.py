@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 
 from unicoll.backend.contract import Job
@@ -16,7 +16,7 @@ from unicoll.backend.wait_monitor import WaitMonitor
 from unicoll.bootstrap import fake_job, mpi_launch
 from unicoll.bootstrap.flight_dump import FlightDumper
 from unicoll.bootstrap.mpi_launch import MPIJobStart
-from unicoll.bootstrap.rendezvous import Rendezvous, refuse_protection, rendezvous
+from unicoll.bootstrap.rendezvous import Rendezvous, gives_members, refuse_protection, rendezvous
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
 from unicoll.errors import DistError
 from unicoll.group import backend_choice, registry
@@ -45,14 +45,11 @@ def join(
     join_timeout: float,
     name: str = "",
     secret: Secret | None = None,
-    use_launcher: bool = True,
 ) -> Job:
     """:func:`run_rendezvous`, then :func:`join_job`."""
     started = time.monotonic()
     backend = fake_job.override or backend
-    found = run_rendezvous(
-        backend, init_method, rank, world_size, store, join_timeout, name, secret, use_launcher
-    )
+    found = run_rendezvous(backend, init_method, rank, world_size, store, join_timeout, name, secret)
     job = join_job(found, backend, timeout, join_timeout, name)
     log.info("joined as rank %d of %d in %.3f s", found.rank, found.world_size, time.monotonic() - started)
     return job
@@ -67,11 +64,10 @@ def run_rendezvous(
     join_timeout: float,
     name: str = "",
     secret: Secret | None = None,
-    use_launcher: bool = True,
 ) -> Rendezvous:
     """Find the other processes, with the arguments of :func:`unicoll.join`; ``store`` may also be a location.
 
-    ``use_launcher`` is False if the launcher has started other processes than those of this job.
+    A job with a name whose ranks are given is not the launcher's.
 
     Raises:
         DistArgumentError: arguments and environment do not give rank and world size, or contradict each other; a
@@ -87,6 +83,7 @@ def run_rendezvous(
     if backend is not None and backend_choice.is_fake(backend_choice.choose(backend)):
         return fake_job.rendezvous(init_method, rank, world_size)
     log.info("joining: process %d", os.getpid())
+    use_launcher = not (name and gives_members(init_method, rank, world_size))
     mpi = MPIJobStart(rank, world_size)
     if use_launcher:
         mpi = mpi_launch.start(backend, rank, world_size, join_timeout)
@@ -139,6 +136,7 @@ def join_job(
     )
     job.cleanup.callback(log.info, "left the job")
     job.cleanup.callback(rendezvous.close)
+    job.cleanup.callback(_remove_keys, job)
     job.cleanup.callback(job.close_shared)
     try:
         if rendezvous.world_size > 1 and not rendezvous.trusted:
@@ -155,6 +153,7 @@ def join_job(
                 job.addresses[0],
                 rendezvous.store_ends_with_rank_0,
                 job.allows_pickle,
+                name,
             )
             job.cleanup.callback(lambda: control.close(job.error))
             control.start(job.store, join_timeout, rendezvous.address)
@@ -209,6 +208,17 @@ def leave(job: Job, error: BaseException | None = None) -> None:
                 )
 
 
+def _remove_keys(job: Job) -> None:
+    """On the last rank that leaves a job with a name, remove its keys if the store outlives it."""
+    rendezvous = job.rendezvous
+    if job.name and job.error is None and not rendezvous.store_ends_with_rank_0:
+        with suppress(DistError):
+            store: Store = rendezvous.store
+            if store.add("left", 1) == job.size:
+                for key in store.list_keys():
+                    store.delete_key(key)
+
+
 # --- the end of other ranks -----------------------------------------------------------------------------------------
 
 
@@ -260,8 +270,9 @@ def _register_exit_handler() -> None:
 
 
 def _leave_all() -> None:
-    for job in reversed([*_joined]):
-        leave(job, _exit_cause)
+    with ExitStack() as leaving:  # an exception in one does not keep the others open; the newest is first
+        for job in [*_joined]:
+            leaving.callback(leave, job, _exit_cause)
 
 
 def _forget_all() -> None:
@@ -269,6 +280,8 @@ def _forget_all() -> None:
         job = _joined.pop()
         if job.leaving is not None:
             job.leaving()
+        while job.groups:
+            job.groups.pop().forget()
 
 
 def set_exit_cause(error: BaseException) -> None:

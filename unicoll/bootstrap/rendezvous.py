@@ -164,7 +164,7 @@ def rendezvous(
         refuse_protection(environ)  # now: later, rank 0 would end before the others have connected
     over_mpi = isinstance(location, MPILocation)  # MPI's own processes
     job = launched.job if launched is not None and not over_mpi else ""
-    with warn_while_waiting(lambda: f"{'rank 0; ' if rank else ''}the store: {location.describe()}"):
+    with warn_while_waiting(name, lambda: f"{'rank 0; ' if rank else ''}the store: {location.describe()}"):
         agreed = agree_on_store(location, rank, world_size, secret, deadline, job)
     if store is None:
         agreed.store.set_timeout(timedelta(seconds=timeout))
@@ -220,6 +220,12 @@ def parse_init_method(init_method: str) -> SplitResult:
     if url.scheme not in _BUILT_IN and url.scheme not in _handlers:
         raise DistArgumentError(f"init_method {init_method!r} has no known scheme; known are {known}")
     return url
+
+
+def gives_members(init_method: str | None, rank: int, world_size: int) -> bool:
+    """True if arguments or URL give the rank or the world size."""
+    url = parse_init_method(init_method if init_method is not None else "env://")
+    return (rank, world_size) != (-1, -1) or bool(_query(url))
 
 
 def members(

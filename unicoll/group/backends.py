@@ -39,7 +39,7 @@ class GroupBackends:
         grown: True if the group is the result of a grow.
 
     Attributes:
-        closed: True once the group is being destroyed; every later call is refused.
+        closed: why every later call is refused, once the group is being destroyed, and in a forked child; else "".
         children: number of groups split or grown from this one so far; numbers their names.
         shrinks: number of groups shrunk from this one so far, by their members.
         wrapper: another library's group over this one, closed with it; None if there is none.
@@ -56,7 +56,7 @@ class GroupBackends:
         grown: bool = False,
     ) -> None:
         self.choices = tuple(choices)
-        self.closed = False
+        self.closed = ""
         self.wrapper: Any = None
         self.children = 0
         self.shrinks: Counter[tuple[int, ...]] = Counter()
@@ -162,7 +162,7 @@ class GroupBackends:
         name = call.op.name
         if self.closed:
             raise GroupAbortedError(
-                f"group {self._context.name!r} has been destroyed", group=self._context.name, op=name
+                f"group {self._context.name!r} {self.closed}", group=self._context.name, op=name
             )
         buffers = call.inputs or call.outputs
         backend: Backend | None = self.host

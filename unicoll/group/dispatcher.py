@@ -62,9 +62,13 @@ class Dispatcher:
         """Refuse later calls and close the backends; idempotent."""
         if self._backends.closed:
             return
-        self._backends.closed = True
-        self.validation.known.clear()
+        self.refuse("has been destroyed")
         self._backends.close()
+
+    def refuse(self, reason: str) -> None:
+        """Refuse later calls, with a reason that follows the group's name."""
+        self._backends.closed = reason
+        self.validation.known.clear()
 
     def use_ring(self) -> None:
         """Record later calls in the flight recorder's present ring; not at all if it keeps none."""

@@ -453,6 +453,10 @@ class ProcessGroup:
         """Make every pending and later operation raise ``error`` without a notice to the other members."""
         self._backends.abort(error)
 
+    def forget(self) -> None:
+        """Refuse later calls, in a forked child, which is not a member."""
+        self._dispatcher.refuse("is not of this process, which was forked from a rank")
+
     def close(self) -> None:
         """Finish pending operations, within bounds, and release everything; idempotent."""
         if not self._backends.closed:

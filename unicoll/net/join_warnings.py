@@ -15,13 +15,19 @@ FIRST_S = 10.0
 """Seconds until the first warning."""
 
 
+def title(name: str) -> str:
+    """What joins, in errors and warnings: the function, and the job's name if it has one."""
+    return f"join of {name!r}" if name else "init_process_group"
+
+
 @contextmanager
-def warn_while_waiting(describe: Callable[[], str]) -> Iterator[None]:
+def warn_while_waiting(name: str, describe: Callable[[], str]) -> Iterator[None]:
     """Log a warning when the block has lasted 10 s, and each time that it has lasted twice as long.
 
     The first one comes after a third of ``UNICOLL_STALL_WARNING`` if that is later; 0 turns the warnings off.
 
     Args:
+        name: of the job, or "".
         describe: called on another thread; what this process waits for, or "" if another process says it.
     """
     stall_s = environment.number("UNICOLL_STALL_WARNING")
@@ -36,7 +42,7 @@ def warn_while_waiting(describe: Callable[[], str]) -> Iterator[None]:
         after = first
         while not ended.wait(max(0.0, begun + after - time.monotonic())):
             if waits_for := describe():
-                log.warning("init_process_group has waited %.0f s for %s", after, waits_for)
+                log.warning("%s has waited %.0f s for %s", title(name), after, waits_for)
             after *= 2
 
     thread = threading.Thread(target=warn, name="unicoll-join-warnings", daemon=True)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 
 from unicoll.net import environment
 
+_configuring = threading.Lock()
 _rank: int | None = None
 _handler: logging.Handler | None = None
 _level_before: int | None = None  # of the logger "unicoll", where the handler needs another one
@@ -42,13 +44,18 @@ def configure(level: int | None) -> None:
     Raises:
         DistArgumentError: one of these variables has an unknown value.
     """
-    global _handler, _level_before
     name = environment.choice("UNICOLL_LOG_LEVEL")
     if name != "off":
         level = getattr(logging, name.upper())
     elif torchs := environment.torch_log_level():
         detailed = torchs == "info" and level is not None
         level = logging.DEBUG if detailed else getattr(logging, torchs.upper())
+    with _configuring:
+        _replace_handler(level)
+
+
+def _replace_handler(level: int | None) -> None:
+    global _handler, _level_before
     top = logger()
     if _handler is not None:
         top.removeHandler(_handler)

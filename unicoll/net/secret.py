@@ -13,8 +13,8 @@ from unicoll.net import logs
 from unicoll.net.files import is_trusted_owner
 
 SOURCES = (
-    "a secret comes from UNICOLL_SECRET, from UNICOLL_SECRET_FILE, or from the launcher, which makes one per "
-    "job; every process of the job needs the same one"
+    "a secret comes from UNICOLL_SECRET, from UNICOLL_SECRET_FILE, from join(secret=...), or from the launcher, which "
+    "makes one per job; every process of the job needs the same one"
 )
 """For error messages."""
 
@@ -105,9 +105,11 @@ def find_secret(environ: Mapping[str, str] = os.environ) -> Secret:
 
 def given_secret(text: str) -> Secret:
     """The secret of an argument; DistArgumentError if it is empty."""
-    if not isinstance(text, str) or not text.strip():
+    key = Key(text.strip().encode("utf-8", "surrogateescape") if isinstance(text, str) else b"")
+    text = ""  # a traceback with local variables does not show it
+    if not key:
         raise DistArgumentError("secret: a text that is not empty is expected")
-    return _checked(Secret(Key(text.strip().encode("utf-8", "surrogateescape")), "the argument secret"))
+    return _checked(Secret(key, "the argument secret"))
 
 
 def _checked(secret: Secret) -> Secret:

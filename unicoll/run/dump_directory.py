@@ -54,24 +54,33 @@ class TraceDirectory:
         if self._is_new and not failed and not any(map(_is_requested, dumps)):
             shutil.rmtree(str(self._path), ignore_errors=True)
             return ""
-        return self.reader if dumps else ""
+        return _reader(sorted(os.path.dirname(dump) for dump in dumps)[0]) if dumps else ""
 
     @property
     def reader(self) -> str:
         """The command that reads the dumps; "" if the launcher does not know where they are."""
-        return f"python -m unicoll.trace {shlex.quote(self._path)}" if self._path else ""
+        return _reader(self._path) if self._path else ""
 
     def _dumps(self) -> list[str]:
-        """The files of dumps that are of this launch."""
-        try:
-            with os.scandir(self._path or os.devnull) as entries:
-                return [
-                    entry.path
-                    for entry in entries
-                    if _FILE.match(entry.name) and entry.stat().st_mtime >= self._started - 1
-                ]
-        except OSError:  # it does not exist
-            return []
+        """The files of dumps that are of this launch; those of a job with a name are in a folder of that name."""
+        found = []
+        for folder in _folders(self._path or os.devnull):
+            with suppress(OSError), os.scandir(folder) as entries:  # it does not exist
+                for entry in entries:
+                    if _FILE.match(entry.name) and entry.stat().st_mtime >= self._started - 1:
+                        found.append(entry.path)
+        return found
+
+
+def _reader(directory: str) -> str:
+    return f"python -m unicoll.trace {shlex.quote(directory)}"
+
+
+def _folders(directory: str) -> list[str]:
+    """A directory and the folders in it."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        return [directory, *(each.path for each in entries if each.is_dir(follow_symlinks=False))]
+    return []
 
 
 def remove_old_dumps() -> None:
@@ -86,12 +95,13 @@ def remove_old_dumps() -> None:
 
 
 def _remove(directory: str) -> None:
-    """Remove the dumps in a directory, and the directory if it then is empty."""
-    with suppress(OSError):
-        for name in os.listdir(directory):
-            if _FILE.match(name) or _TORCH_FILE.match(name):
-                os.unlink(os.path.join(directory, name))
-        os.rmdir(directory)
+    """Remove the dumps in a directory and its folders, and those that then are empty."""
+    for folder in reversed(_folders(directory)):
+        with suppress(OSError):
+            for name in os.listdir(folder):
+                if _FILE.match(name) or _TORCH_FILE.match(name):
+                    os.unlink(os.path.join(folder, name))
+            os.rmdir(folder)
 
 
 def _is_requested(path: str) -> bool:

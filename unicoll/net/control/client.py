@@ -40,7 +40,7 @@ from unicoll.net.formatting import ranks_text
 from unicoll.net.framed_server import read_frame
 from unicoll.net.host_identity import UNKNOWN_HOST, host_id
 from unicoll.net.interfaces import require_descriptors
-from unicoll.net.join_warnings import warn_while_waiting
+from unicoll.net.join_warnings import title, warn_while_waiting
 from unicoll.net.records import TamperedError
 from unicoll.net.timeouts import seconds_left
 
@@ -89,6 +89,7 @@ class ControlClient:
         address: str,
         store_ends_with_rank_0: bool = False,
         allows_pickle: bool = False,
+        name: str = "",
     ) -> None:
         self.rank = rank
         self.size = size
@@ -98,6 +99,8 @@ class ControlClient:
         self._key = key
         self._address = address
         self._allows_pickle = allows_pickle
+        self._name, self._title = name, title(name)
+        self._op = "join" if name else "init_process_group"
         self._relay: Relay | None = None
         self._connection = RelayConnection(rank, key)
         self.send = self._connection.send
@@ -133,7 +136,7 @@ class ControlClient:
             OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has them.
             RankLostError: a rank died meanwhile.
         """
-        with warn_while_waiting(lambda: self._describe_wait(address)):
+        with warn_while_waiting(self._name, lambda: self._describe_wait(address)):
             self._start(store, timeout, address)
 
     def _describe_wait(self, address: str) -> str:
@@ -159,7 +162,7 @@ class ControlClient:
             )  # by default it would wait for the store's own timeout
         except StoreTimeoutError:
             error = OperationTimeoutError(
-                f"init_process_group: after {timeout:g} s rank 0 has not joined", op="init_process_group"
+                f"{self._title}: after {timeout:g} s rank 0 has not joined", op=self._op
             )
             error.missing = [0]
             raise error from None
@@ -170,7 +173,7 @@ class ControlClient:
             raise
         except DistNetworkError as e:
             reason = f"rank 0 ended while rank {self.rank} joined the job: {e}"
-            raise RankLostError(f"init_process_group: {reason}", rank=0, op="init_process_group") from e
+            raise RankLostError(f"{self._title}: {reason}", rank=0, op=self._op) from e
         except OSError as e:
             raise DistNetworkError(
                 f"rank 0's control port {host}:{port} cannot be reached: {e};"
@@ -209,15 +212,15 @@ class ControlClient:
             return
         if self.departed:
             rank, reason = next(iter(self.departed.items()))
-            raise RankLostError(f"init_process_group: {reason}", rank=rank, op="init_process_group")
+            raise RankLostError(f"{self._title}: {reason}", rank=rank, op=self._op)
         self.send({"t": "joined"})
         with self._changed:
             self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
         missing = sorted(set(range(self.size)) - set(self._joined))
         error = OperationTimeoutError(
-            f"init_process_group: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
+            f"{self._title}: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
             f" missing: {ranks_text(missing)}{address and f'; the store is at {address}'}",
-            op="init_process_group",
+            op=self._op,
         )
         error.missing = missing
         raise error
