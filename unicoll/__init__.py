@@ -14,102 +14,58 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unicoll.api.collectives import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_gather_into_tensor_coalesced,
-    all_gather_single,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    broadcast_coalesced,
-    exscan,
-    gather,
-    monitored_barrier,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
-    reduce_scatter_tensor_coalesced,
-    scan,
-    scatter,
-)
-from unicoll.api.init import destroy_process_group, explain, init_process_group, join
-from unicoll.api.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
-from unicoll.api.p2p import (
-    P2POp,
-    batch_isend_irecv,
-    iprobe,
-    irecv,
-    isend,
-    probe,
-    recv,
-    recv_object_list,
-    send,
-    send_object_list,
-    sendrecv,
-    waitany,
-)
-from unicoll.api.world import (
-    GroupMember,
-    get_backend,
-    get_backend_config,
-    get_default_backend_for_device,
-    get_global_rank,
-    get_group_rank,
-    get_node_local_rank,
-    get_pg_count,
-    get_process_group_ranks,
-    get_rank,
-    get_world_size,
-    group,
-    is_available,
-    is_backend_available,
-    is_gloo_available,
-    is_initialized,
-    is_mpi_available,
-    is_nccl_available,
-    is_torchelastic_launched,
-    is_ucc_available,
-    is_xccl_available,
-)
-from unicoll.arrays.types import ReduceOp, default_pg_timeout, reduce_op
-from unicoll.backend.contract import Registration
-from unicoll.backend.options import CallOptions, Options, ProcessGroupNCCL
-from unicoll.backend.reduce_ops import supported_reductions
-from unicoll.backend.status import NO_RANK, Status
-from unicoll.errors import (
-    AuthenticationError,
-    BackendUnavailableError,
-    CollectiveMismatchError,
-    DeadlockError,
-    DistArgumentError,
-    DistBackendError,
-    DistError,
-    DistNetworkError,
-    DistStoreError,
-    DistTypeError,
-    GroupAbortedError,
-    MessageMismatchError,
-    NotInitializedError,
-    OperationTimeoutError,
-    PickleRefusedError,
-    QueueEmptyError,
-    RankLostError,
-    StoreTimeoutError,
-)
-from unicoll.group.registry import BackendName as Backend
-
 if TYPE_CHECKING:
     from unicoll import device_mesh as device_mesh
+    from unicoll import group as group
     from unicoll.api import metrics
+    from unicoll.api.collectives import (
+        all_gather,
+        all_gather_coalesced,
+        all_gather_into_tensor,
+        all_gather_into_tensor_coalesced,
+        all_gather_single,
+        all_reduce,
+        all_reduce_coalesced,
+        all_to_all,
+        all_to_all_single,
+        barrier,
+        broadcast,
+        broadcast_coalesced,
+        exscan,
+        gather,
+        monitored_barrier,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_single,
+        reduce_scatter_tensor,
+        reduce_scatter_tensor_coalesced,
+        scan,
+        scatter,
+    )
     from unicoll.api.debugger import breakpoint
     from unicoll.api.device_mesh import DeviceMesh, dims_create, init_device_mesh
     from unicoll.api.hooks import add_hook, annotate, check_finite
+    from unicoll.api.init import destroy_process_group, explain, init_process_group, join
+    from unicoll.api.objects import (
+        all_gather_object,
+        broadcast_object_list,
+        gather_object,
+        scatter_object_list,
+    )
+    from unicoll.api.p2p import (
+        P2POp,
+        batch_isend_irecv,
+        iprobe,
+        irecv,
+        isend,
+        probe,
+        recv,
+        recv_object_list,
+        send,
+        send_object_list,
+        sendrecv,
+        waitany,
+    )
     from unicoll.api.spawn import SpawnError, spawn
     from unicoll.api.subgroups import (
         grow_group,
@@ -119,11 +75,59 @@ if TYPE_CHECKING:
         shrink_group,
         split_group,
     )
+    from unicoll.api.world import (
+        GroupMember,
+        get_backend,
+        get_backend_config,
+        get_default_backend_for_device,
+        get_global_rank,
+        get_group_rank,
+        get_node_local_rank,
+        get_pg_count,
+        get_process_group_ranks,
+        get_rank,
+        get_world_size,
+        is_available,
+        is_backend_available,
+        is_gloo_available,
+        is_initialized,
+        is_mpi_available,
+        is_nccl_available,
+        is_torchelastic_launched,
+        is_ucc_available,
+        is_xccl_available,
+    )
+    from unicoll.arrays.types import ReduceOp, default_pg_timeout, reduce_op
+    from unicoll.backend.contract import Registration
+    from unicoll.backend.options import CallOptions, Options, ProcessGroupNCCL
+    from unicoll.backend.reduce_ops import supported_reductions
+    from unicoll.backend.status import NO_RANK, Status
     from unicoll.backend.work import Work
     from unicoll.bootstrap.flight_dump import dump_flight_recorder
     from unicoll.bootstrap.rendezvous import register_rendezvous_handler
+    from unicoll.errors import (
+        AuthenticationError,
+        BackendUnavailableError,
+        CollectiveMismatchError,
+        DeadlockError,
+        DistArgumentError,
+        DistBackendError,
+        DistError,
+        DistNetworkError,
+        DistStoreError,
+        DistTypeError,
+        GroupAbortedError,
+        MessageMismatchError,
+        NotInitializedError,
+        OperationTimeoutError,
+        PickleRefusedError,
+        QueueEmptyError,
+        RankLostError,
+        StoreTimeoutError,
+    )
     from unicoll.group.call_hooks import Hook, HookedCall
     from unicoll.group.process_group import ProcessGroup
+    from unicoll.group.registry import BackendName as Backend
     from unicoll.net.debug_level import (
         DebugLevel,
         get_debug_level,
@@ -147,6 +151,9 @@ _LAZY = {
     "metrics": "api.metrics",
     "profile": "trace.profile",
     "parallel": "parallel",
+    "Backend": "group.registry:BackendName",
+    "errors": "errors",
+    "group": "group",
     "ProcessGroup": "group.process_group",
     "Work": "backend.work",
     "register_rendezvous_handler": "bootstrap.rendezvous",
@@ -158,19 +165,37 @@ _LAZY = {
     **dict.fromkeys(("set_debug_level", "set_debug_level_from_env"), "net.debug_level"),
     **dict.fromkeys(("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"), "net.stores"),
 }
-_LAZY_MODULES = {"device_mesh", "metrics", "parallel"}
+_LAZY_MODULES = {"device_mesh", "errors", "group", "metrics", "parallel"}
+_OTHERS = (
+    *(
+        "api.collectives",
+        "api.init",
+        "api.objects",
+        "api.p2p",
+        "api.world",
+        "arrays.types",
+        "backend.contract",
+    ),
+    *("backend.options", "backend.reduce_ops", "backend.status", "errors"),
+)
+"""The modules that have the other names, which are imported together, so that no call imports anything."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: many programs do not use it, or only after ``init_process_group``."""
+    """Import a name when it is first used: the launcher and torch import the package, and use none."""
     import importlib
 
-    if name not in _LAZY:
+    if name in _LAZY:
+        path, _, inner = _LAZY[name].partition(":")
+        module = importlib.import_module(f".{path}", __name__)
+        globals()[name] = module if name in _LAZY_MODULES else getattr(module, inner or name)
+    elif name in __all__:
+        modules = [importlib.import_module(f".{each}", __name__) for each in _OTHERS]
+        for other in {*__all__} - _LAZY.keys():
+            globals()[other] = next(vars(module)[other] for module in modules if other in vars(module))
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".{_LAZY[name]}", __name__)
-    value = module if name in _LAZY_MODULES else getattr(module, name)
-    globals()[name] = value
-    return value
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from unicoll import group
 from unicoll.errors import DistArgumentError, DistError, DistTypeError, NotInitializedError
 from unicoll.group import backend_choice, registry
 from unicoll.group.arguments import as_integer
@@ -47,10 +48,6 @@ class GroupMember(metaclass=_GroupMeta):
     NON_GROUP_MEMBER = _NonMember()
 
 
-class group(metaclass=_GroupMeta):
-    """``group.WORLD``: the default process group, or None before init_process_group."""
-
-
 def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> ProcessGroup | None:
     """The group of an argument; None means the default group. Returns None, with a warning, for non-members.
 
@@ -82,11 +79,12 @@ def enter(job: Job) -> None:
     job.function_view = job.default._function_view
     job.leaving = _forget
     _job, _pid = job, os.getpid()
+    group.WORLD = job.default
 
 
 def _forget() -> None:
     global _job, _pid
-    _job = None
+    _job = group.WORLD = None
     _pid = 0 if _pid == os.getpid() else _pid
 
 

@@ -25,7 +25,7 @@ def register() -> None:
     """Register the backends with torch.distributed. Importing the package calls it; repeated calls do nothing."""
     for name, devices in BACKENDS.items():
         if name.upper() not in c10d.Backend._plugins:
-            dist.Backend.register_backend(name, _factory(name), extended_api=True, devices=list(devices))
+            dist.Backend.register_backend(name, factory(name), extended_api=True, devices=list(devices))
     compat.dispatch(TorchProcessGroup)
     functional.register()
     rendezvous.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
@@ -57,7 +57,7 @@ class _MPI:
         return _make(MPI, None, -1, -1, list(ranks), None, None)
 
 
-def _factory(name: str) -> Callable[[Any, Any], TorchProcessGroup]:
+def factory(name: str) -> Callable[[Any, Any], TorchProcessGroup]:
     def make(opts: Any, pg_options: Any) -> TorchProcessGroup:
         ranks = list(opts.global_ranks_in_group)
         try:
