@@ -84,7 +84,7 @@ def test_torchs_default_group_without_one_of_unicoll(tmp_path: Path) -> None:
         job.call(programs.torch_alone, str(tmp_path / "meeting"))
         for found, said in job.results():
             assert found == [0.5]
-            assert said.startswith("NotInitializedError: there is no default process group")
+            assert said.startswith("NotInitializedError: torch_group: there is no default process group")
 
 
 @pytest.mark.parametrize(

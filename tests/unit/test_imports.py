@@ -169,15 +169,18 @@ JOB_ONLY = (
     " unicoll.group.process_group unicoll.backend.host_backend"
     " logging socket hashlib hmac secrets json difflib inspect numpy.typing"
 )
-"""What ``init_process_group`` and the public classes load, so that ``import unicoll`` is quick."""
+"""What ``init_process_group`` and the public classes load, so that the first use of a name is quick."""
 JOB = "import sys, numpy as np, unicoll as dist; dist.init_process_group('gloo', rank=0, world_size=1);"
 
 
 @pytest.mark.parametrize(
     "program",
     [
+        "import sys; before = set(sys.modules); import unicoll.torch_autoload;"
+        " print([m for m in sorted(set(sys.modules) - before) if m in ('numpy', 'logging') or m.startswith('unicoll.')"
+        " and m != 'unicoll.torch_autoload'])",
         f"import sys, unicoll, unicoll.parallel; print([m for m in {HEAVY} if m in sys.modules])",
-        "import sys, numpy; before = set(sys.modules); import unicoll;"
+        "import sys, numpy; before = set(sys.modules); import unicoll; unicoll.all_reduce;"
         f" print([m for m in {JOB_ONLY!r}.split() if m in set(sys.modules) - before])",
         # init_process_group imports for all calls, so that no first call takes longer
         f"{JOB} before = set(sys.modules); x = np.ones(3); dist.all_reduce(x);"
@@ -187,7 +190,7 @@ JOB = "import sys, numpy as np, unicoll as dist; dist.init_process_group('gloo',
         f"{JOB} dist.all_reduce(np.ones(3)); dist.destroy_process_group();"
         " print([m for m in ('torch', 'cupy', 'mpi4py', 'ml_dtypes') if m in sys.modules])",
     ],
-    ids=["no array library", "nothing of a job", "nothing in collectives", "numpy alone"],
+    ids=["nothing at first", "no array library", "nothing of a job", "nothing in collectives", "numpy alone"],
 )
 def test_needless_imports(program: str) -> None:
     assert _run(program).strip() == "[]"
@@ -195,7 +198,7 @@ def test_needless_imports(program: str) -> None:
 
 def test_import_starts_no_thread_and_opens_no_file() -> None:
     program = (
-        "import os, threading, numpy; before = len(os.listdir('/proc/self/fd')); import unicoll;"
+        "import os, threading, numpy; before = len(os.listdir('/proc/self/fd')); import unicoll; unicoll.all_reduce;"
         " print(threading.active_count(), len(os.listdir('/proc/self/fd')) - before)"
     )
     assert _run(program).split() == ["1", "0"]
