@@ -12,6 +12,7 @@ Start it with ``python -m unicoll.run --nproc-per-node 4 script.py``.
 
 from __future__ import annotations
 
+from _thread import RLock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -152,8 +153,7 @@ _LAZY = {
     "profile": "trace.profile",
     "parallel": "parallel",
     "Backend": "group.registry:BackendName",
-    "errors": "errors",
-    "group": "group",
+    **{name: name for name in ("api", "arrays", "backend", "errors", "group", "net")},
     "ProcessGroup": "group.process_group",
     "Work": "backend.work",
     "register_rendezvous_handler": "bootstrap.rendezvous",
@@ -165,7 +165,7 @@ _LAZY = {
     **dict.fromkeys(("set_debug_level", "set_debug_level_from_env"), "net.debug_level"),
     **dict.fromkeys(("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"), "net.stores"),
 }
-_LAZY_MODULES = {"device_mesh", "errors", "group", "metrics", "parallel"}
+_LAZY_MODULES = {"api", "arrays", "backend", "device_mesh", "errors", "group", "metrics", "net", "parallel"}
 _OTHERS = (
     *(
         "api.collectives",
@@ -181,20 +181,29 @@ _OTHERS = (
 """The modules that have the other names, which are imported together, so that no call imports anything."""
 
 
+_importing = RLock()
+"""Two threads that import modules of one package at the same time could see them half imported."""
+
+
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: the launcher and torch import the package, and use none."""
+    """Import a name when it is first used: the launcher and torch import the package, and use none.
+
+    So modules of the package do not use its names while they are imported.
+    """
     import importlib
 
-    if name in _LAZY:
-        path, _, inner = _LAZY[name].partition(":")
-        module = importlib.import_module(f".{path}", __name__)
-        globals()[name] = module if name in _LAZY_MODULES else getattr(module, inner or name)
-    elif name in __all__:
-        modules = [importlib.import_module(f".{each}", __name__) for each in _OTHERS]
-        for other in {*__all__} - _LAZY.keys():
-            globals()[other] = next(vars(module)[other] for module in modules if other in vars(module))
-    else:
+    if name not in _LAZY and name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with _importing:
+        if name in _LAZY:
+            path, _, inner = _LAZY[name].partition(":")
+            module = importlib.import_module(f".{path}", __name__)
+            globals()[name] = module if name in _LAZY_MODULES else getattr(module, inner or name)
+        else:
+            modules = [importlib.import_module(f".{each}", __name__) for each in _OTHERS]
+            for other in {*__all__} - _LAZY.keys():
+                found = next(vars(module)[other] for module in modules if other in vars(module))
+                globals().setdefault(other, found)  # a program may have replaced it
     return globals()[name]
 
 

@@ -9,9 +9,10 @@ one of its names.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 _BACKENDS = {
@@ -21,33 +22,43 @@ _BACKENDS = {
     "unicoll-nccl": ["cuda"],
 }
 """As in :mod:`unicoll.torch_plugin.backend_names`."""
-_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def autoload() -> None:
-    """Register the backends; the first group of one imports :mod:`unicoll.torch_plugin`.
+    """Register the backends; ``init_process_group`` with the name of one imports :mod:`unicoll.torch_plugin`.
 
-    So does ``env://`` where torch's own handler does not suffice: if a variable is missing, or unicoll's launcher has a
-    store.
+    Never raises: torch could not be imported then.
     """
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None:  # torch was built without it
-        return
+    with suppress(Exception):
+        _register(sys.modules["torch.distributed.distributed_c10d"])
+        _find_in_env(sys.modules["torch.distributed.rendezvous"])
+
+
+def _register(c10d: Any) -> None:
     for name, devices in _BACKENDS.items():
         if name.upper() not in c10d.Backend._plugins:
             c10d.Backend.register_backend(name, _factory(name), extended_api=True, devices=devices)
-    handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-    torchs_handler = handlers["env"]
 
-    def handler(url: str, *args: Any, **options: Any) -> Any:
-        complete = all(os.environ.get(name) for name in _TORCH_VARIABLES)
-        if "unicoll.torch_plugin" not in sys.modules and (not complete or os.environ.get("UNICOLL_STORE")):
-            import unicoll.torch_plugin  # noqa: F401  # its own handler calls this one if it does not serve the job
 
-            return handlers["env"](url, *args, **options)
-        return torchs_handler(url, *args, **options)
+def _find_in_env(rendezvous: Any) -> None:
+    """Import the plug-in before ``env://`` for one of its backends, which need fewer variables than torch's do."""
+    torchs_handler = rendezvous._rendezvous_handlers["env"]
 
-    handlers["env"] = handler
+    def handler(*args: Any, **options: Any) -> Any:
+        if "unicoll.torch_plugin" in sys.modules or not _is_for_unicoll(sys._getframe(1)):
+            return torchs_handler(*args, **options)
+        import unicoll.torch_plugin  # noqa: F401  # its handler is before this one
+
+        return rendezvous._rendezvous_handlers["env"](*args, **options)
+
+    rendezvous._rendezvous_handlers["env"] = handler
+
+
+def _is_for_unicoll(frame: FrameType | None) -> bool:
+    """True if the caller's ``init_process_group`` has a backend of unicoll, which torch does not pass on."""
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    return frame is not None and "unicoll" in str(frame.f_locals.get("backend")).lower()
 
 
 def _factory(name: str) -> Callable[[Any, Any], Any]:

@@ -193,12 +193,13 @@ def test_the_error_without_a_launcher_names_the_remedy() -> None:
 
 
 STOCK = """
-import sys
+import os, sys
 import torch
 import torch.distributed as dist
 
 assert "unicoll.api.world" not in sys.modules
-dist.init_process_group(sys.argv[1])
+members = {"rank": int(os.environ["RANK"]), "world_size": 2} if sys.argv[1] == "gloo" else {}
+dist.init_process_group(sys.argv[1], **members)
 x = torch.ones(3)
 dist.all_reduce(x)
 assert ("unicoll.torch_plugin" in sys.modules) == (sys.argv[1] != "gloo"), sys.argv
@@ -228,6 +229,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
         (OURS, "unicoll", {}),
         (TORCHRUN, "unicoll-gloo", {}),
         (TORCHRUN, "gloo", {}),
+        (OURS, "gloo", {}),
         pytest.param(
             TORCHRUN,
             "unicoll",

@@ -214,9 +214,28 @@ def test_all_public_names_exist() -> None:
         _ = unicoll.nonsense
 
 
+def test_threads_may_use_the_first_names_at_the_same_time() -> None:
+    program = """
+import threading, unicoll
+wrong, start = [], threading.Barrier(8)
+def use(step):
+    start.wait()
+    for name in unicoll.__all__[::step]:
+        try:
+            getattr(unicoll, name)
+        except BaseException as error:
+            wrong.append(error)
+threads = [threading.Thread(target=use, args=(step,)) for step in (1, -1) * 4]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(wrong)
+"""
+    assert _run(program).strip() == "[]"
+
+
 def test_names_that_are_imported_late_can_be_listed_and_imported() -> None:
     program = (
-        "import unicoll; from unicoll import *; import pydoc;"
+        "import unicoll; from unicoll import *; import pydoc; unicoll.backend;"
         " print(set(unicoll.__all__) <= set(dir(unicoll)), set(unicoll.__all__) <= set(globals()),"
         " 'class TCPStore' in pydoc.plain(pydoc.render_doc(unicoll)), unicoll.group.WORLD is None)"
     )

@@ -6,7 +6,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from unicoll import group
+import unicoll.group as group
 from unicoll.errors import DistArgumentError, DistError, DistTypeError, NotInitializedError
 from unicoll.group import backend_choice, registry
 from unicoll.group.arguments import as_integer

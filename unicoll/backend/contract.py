@@ -115,6 +115,7 @@ class Job:
         leaving: called first when this process leaves the job, and in a forked child of it.
         cleanup: what is closed when this process leaves the job.
         number: of the job in this process, never used again.
+        forked: True in a forked child, which is not a member.
         name: with which it was joined (:func:`unicoll.join`), or "".
     """
 
@@ -142,6 +143,7 @@ class Job:
     leaving: Callable[[], None] | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
     number: int = field(default_factory=count(1).__next__)
+    forked: bool = False
     name: str = ""
     _shared: dict[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -86,14 +86,14 @@ class WaitMonitor:
         self._control.handle("confirm", self._confirm)
         self._control.failure_listeners.append(self._name_call)
         self._control.handle("stalled", lambda message: self._granted.add(message["id"]))
-        _monitors.append(self)
         self._thread = threading.Thread(target=self._run, name="unicoll-monitor", daemon=True)
         self._thread.start()
+        _monitors.append(self)
 
     def close(self) -> None:
         """End the thread; idempotent."""
         self._closing.set()
-        if self in _monitors:
+        with suppress(ValueError):
             _monitors.remove(self)
         with suppress(ValueError):
             self._control.failure_listeners.remove(self._name_call)

@@ -209,14 +209,18 @@ def leave(job: Job, error: BaseException | None = None) -> None:
 
 
 def _remove_keys(job: Job) -> None:
-    """On the last rank that leaves a job with a name, remove its keys if the store outlives it."""
+    """On the last rank that leaves a job with a name, remove its keys if the store outlives it.
+
+    The ranks' claims stay, so that no process of a later job takes part in this one's rendezvous.
+    """
     rendezvous = job.rendezvous
     if job.name and job.error is None and not rendezvous.store_ends_with_rank_0:
         with suppress(DistError):
             store: Store = rendezvous.store
             if store.add("left", 1) == job.size:
                 for key in store.list_keys():
-                    store.delete_key(key)
+                    if not key.startswith("rank/"):
+                        store.delete_key(key)
 
 
 # --- the end of other ranks -----------------------------------------------------------------------------------------
@@ -278,6 +282,7 @@ def _leave_all() -> None:
 def _forget_all() -> None:
     while _joined:
         job = _joined.pop()
+        job.forked = True
         if job.leaving is not None:
             job.leaving()
         while job.groups:

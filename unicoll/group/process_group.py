@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logs.logger("group")
 
+_FORKED = "is not of this process, which was forked from a rank"
 _BARRIER = OPS["barrier"]
 _SEND, _RECV = OPS["send"], OPS["recv"]
 
@@ -89,6 +90,8 @@ class ProcessGroup:
 
         :class:`GroupBackends` has the arguments.
         """
+        if context.job.forked:
+            raise GroupAbortedError(f"group {context.name!r} {_FORKED}", group=context.name)
         above = parent._backends if parent is not None else None
         backends = GroupBackends(context, choices, above, excluded, grown)
         name, options = context.name, context.options
@@ -455,7 +458,7 @@ class ProcessGroup:
 
     def forget(self) -> None:
         """Refuse later calls, in a forked child, which is not a member."""
-        self._dispatcher.refuse("is not of this process, which was forked from a rank")
+        self._dispatcher.refuse(_FORKED)
 
     def close(self) -> None:
         """Finish pending operations, within bounds, and release everything; idempotent."""

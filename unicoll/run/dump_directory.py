@@ -54,7 +54,7 @@ class TraceDirectory:
         if self._is_new and not failed and not any(map(_is_requested, dumps)):
             shutil.rmtree(str(self._path), ignore_errors=True)
             return ""
-        return _reader(sorted(os.path.dirname(dump) for dump in dumps)[0]) if dumps else ""
+        return "; ".join(_reader(folder) for folder in sorted({os.path.dirname(dump) for dump in dumps}))
 
     @property
     def reader(self) -> str:
@@ -62,13 +62,18 @@ class TraceDirectory:
         return _reader(self._path) if self._path else ""
 
     def _dumps(self) -> list[str]:
-        """The files of dumps that are of this launch; those of a job with a name are in a folder of that name."""
+        """The files of dumps that are of this launch; those of a job with a name are in a folder of that name.
+
+        In a directory of the user folders may have dumps of others.
+        """
+        path = self._path or os.devnull
         found = []
-        for folder in _folders(self._path or os.devnull):
+        for folder in _folders(path) if self._is_new else [path]:
             with suppress(OSError), os.scandir(folder) as entries:  # it does not exist
                 for entry in entries:
-                    if _FILE.match(entry.name) and entry.stat().st_mtime >= self._started - 1:
-                        found.append(entry.path)
+                    with suppress(OSError):
+                        if _FILE.match(entry.name) and entry.stat().st_mtime >= self._started - 1:
+                            found.append(entry.path)
         return found
 
 

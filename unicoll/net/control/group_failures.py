@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from unicoll import errors
+import unicoll.errors as errors
 from unicoll.errors import DistError
 
 Message = dict[str, Any]
