@@ -23,9 +23,13 @@ from unicoll.torch_plugin.wrapped_group import WrappedProcessGroup
 
 def register() -> None:
     """Register the backends with torch.distributed. Importing the package calls it; repeated calls do nothing."""
+    plugins = c10d.Backend._plugins
     for name, devices in BACKENDS.items():
-        if name.upper() not in c10d.Backend._plugins:
+        known = plugins.get(name.upper())
+        if known is None:
             dist.Backend.register_backend(name, factory(name), extended_api=True, devices=list(devices))
+        else:  # torch_autoload's, of which errors would have a frame
+            plugins[name.upper()] = known._replace(creator_fn=factory(name))
     compat.dispatch(TorchProcessGroup)
     functional.register()
     rendezvous.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
