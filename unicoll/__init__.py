@@ -167,20 +167,19 @@ _LAZY = {
 }
 _LAZY_MODULES = {"api", "arrays", "backend", "device_mesh", "errors", "group", "metrics", "net", "parallel"}
 _OTHERS = (
-    *(
-        "api.collectives",
-        "api.init",
-        "api.objects",
-        "api.p2p",
-        "api.world",
-        "arrays.types",
-        "backend.contract",
-    ),
-    *("backend.options", "backend.reduce_ops", "backend.status", "errors"),
+    "api.collectives",
+    "api.init",
+    "api.objects",
+    "api.p2p",
+    "api.world",
+    "arrays.types",
+    "backend.contract",
+    "backend.options",
+    "backend.reduce_ops",
+    "backend.status",
+    "errors",
 )
 """The modules that have the other names, which are imported together, so that no call imports anything."""
-
-
 _importing = RLock()
 """Two threads that import modules of one package at the same time could see them half imported."""
 

@@ -15,13 +15,13 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-_BACKENDS = {
-    "unicoll": ["cpu", "cuda"],
-    "unicoll-gloo": ["cpu"],
-    "unicoll-mpi": ["cpu", "cuda"],
-    "unicoll-nccl": ["cuda"],
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "unicoll": ("cpu", "cuda"),
+    "unicoll-gloo": ("cpu",),
+    "unicoll-mpi": ("cpu", "cuda"),
+    "unicoll-nccl": ("cuda",),
 }
-"""As in :mod:`unicoll.torch_plugin.backend_names`."""
+"""Backend names and the device types that they are registered for."""
 
 
 def autoload() -> None:
@@ -35,9 +35,9 @@ def autoload() -> None:
 
 
 def _register(c10d: Any) -> None:
-    for name, devices in _BACKENDS.items():
+    for name, devices in BACKENDS.items():
         if name.upper() not in c10d.Backend._plugins:
-            c10d.Backend.register_backend(name, _factory(name), extended_api=True, devices=devices)
+            c10d.Backend.register_backend(name, _factory(name), extended_api=True, devices=list(devices))
 
 
 def _find_in_env(rendezvous: Any) -> None:
@@ -45,7 +45,7 @@ def _find_in_env(rendezvous: Any) -> None:
     torchs_handler = rendezvous._rendezvous_handlers["env"]
 
     def handler(*args: Any, **options: Any) -> Any:
-        if "unicoll.torch_plugin" in sys.modules or not _is_for_unicoll(sys._getframe(1)):
+        if "unicoll.torch_plugin" in sys.modules or "unicoll" not in (backend_of_init() or "").lower():
             return torchs_handler(*args, **options)
         import unicoll.torch_plugin  # noqa: F401  # its handler is before this one
 
@@ -54,11 +54,22 @@ def _find_in_env(rendezvous: Any) -> None:
     rendezvous._rendezvous_handlers["env"] = handler
 
 
-def _is_for_unicoll(frame: FrameType | None) -> bool:
-    """True if the caller's ``init_process_group`` has a backend of unicoll, which torch does not pass on."""
-    while frame is not None and frame.f_code.co_name != "init_process_group":
+def backend_of_init() -> str | None:
+    """The backend string of the current ``init_process_group`` call, which torch does not pass to the rendezvous."""
+    frame = caller("init_process_group")
+    backend = frame.f_locals.get("backend") if frame is not None else None
+    return None if backend is None else str(backend)
+
+
+def caller(function: str) -> FrameType | None:
+    """The frame of a function of torch's ``distributed_c10d`` that the calling one runs in, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == function and module == "torch.distributed.distributed_c10d":
+            return frame
         frame = frame.f_back
-    return frame is not None and "unicoll" in str(frame.f_locals.get("backend")).lower()
+    return None
 
 
 def _factory(name: str) -> Callable[[Any, Any], Any]:

@@ -391,7 +391,7 @@ for each in (group, other):
 
 
 def test_a_program_that_ends_leaves_its_jobs(tmp_path: Path) -> None:
-    process = launch(tmp_path, ENDING)
+    process = launch(tmp_path, ENDING, flags=["--grace=60"])  # rank 0 ends by itself
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1, err
     assert "ValueError: broken" in err

@@ -39,7 +39,7 @@ class _GroupMeta(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
         """The default process group; None before init_process_group."""
-        return _job.default if _job is not None else None
+        return group.WORLD
 
 
 class GroupMember(metaclass=_GroupMeta):

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from unicoll.group import backend_choice
+from unicoll.torch_autoload import BACKENDS
 
 _PREFIX = "unicoll"
-BACKENDS: dict[str, tuple[str, ...]] = {
-    "unicoll": ("cpu", "cuda"),
-    "unicoll-gloo": ("cpu",),
-    "unicoll-mpi": ("cpu", "cuda"),
-    "unicoll-nccl": ("cuda",),
-}
-"""Backend names and the device types that they are registered for."""
-
 MPI = "mpi"
 """torch's name of its MPI backend; unicoll's after ``enable_mpi()``."""
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unicoll.net import logs
+from unicoll.torch_autoload import caller
 
 TESTED = ("2.6.0", "2.13.0", "2.15.0")
 """Tested versions of torch: the oldest supported one, that of most tests, and the newest."""
@@ -79,7 +80,7 @@ def requested_group() -> RequestedGroup:
     torch passes to the factory of a backend neither the backends of the other devices, which the group of a Python
     backend replaces, nor the device; and to the factory of "mpi" only the ranks.
     """
-    frame = _caller("_new_process_group_helper")
+    frame = caller("_new_process_group_helper")
     if frame is None:
         return RequestedGroup()
     variables = frame.f_locals
@@ -98,24 +99,8 @@ def requested_group() -> RequestedGroup:
 
 def _is_local() -> bool:
     """True if only the members call the current ``new_group``."""
-    frame = _caller("_new_group_with_tag")
+    frame = caller("_new_group_with_tag")
     return frame is not None and bool(frame.f_locals.get("use_local_synchronization"))
-
-
-def backend_of_init() -> str | None:
-    """The backend string of the current ``init_process_group`` call, which torch does not pass to the rendezvous."""
-    frame = _caller("init_process_group")
-    backend = frame.f_locals.get("backend") if frame is not None else None
-    return None if backend is None else str(backend)
-
-
-def _caller(function: str) -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == c10d.__name__:
-            return frame
-        frame = frame.f_back
-    return None
 
 
 def timeout_or_none(timeout: timedelta) -> timedelta | None:

@@ -13,8 +13,9 @@ from unicoll.api.world import is_initialized
 from unicoll.errors import DistArgumentError, DistError, NotInitializedError
 from unicoll.group import backend_choice
 from unicoll.group.process_group import ProcessGroup
+from unicoll.torch_autoload import BACKENDS
 from unicoll.torch_plugin import compat, functional, rendezvous
-from unicoll.torch_plugin.backend_names import BACKENDS, MPI, spec_of
+from unicoll.torch_plugin.backend_names import MPI, spec_of
 from unicoll.torch_plugin.error_messages import adapt_for_torch
 from unicoll.torch_plugin.group import TorchProcessGroup
 from unicoll.torch_plugin.torch_job import join_torch_job

@@ -11,8 +11,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from unicoll.bootstrap.join import run_rendezvous
 from unicoll.net import logs
+from unicoll.torch_autoload import backend_of_init
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
-from unicoll.torch_plugin.compat import backend_of_init
 from unicoll.torch_plugin.stores import UnicollBackedStore
 
 log = logs.logger("torch")
