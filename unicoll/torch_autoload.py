@@ -35,9 +35,11 @@ def autoload() -> None:
 
 
 def _register(c10d: Any) -> None:
+    plugins = c10d.Backend._plugins
     for name, devices in BACKENDS.items():
-        if name.upper() not in c10d.Backend._plugins:
-            c10d.Backend.register_backend(name, _factory(name), extended_api=True, devices=list(devices))
+        if name.upper() not in plugins:
+            make = _factory(plugins, name.upper())
+            c10d.Backend.register_backend(name, make, extended_api=True, devices=list(devices))
 
 
 def _find_in_env(rendezvous: Any) -> None:
@@ -72,10 +74,10 @@ def caller(function: str) -> FrameType | None:
     return None
 
 
-def _factory(name: str) -> Callable[[Any, Any], Any]:
+def _factory(plugins: dict[str, Any], name: str) -> Callable[[Any, Any], Any]:
     def make(opts: Any, pg_options: Any) -> Any:
-        from unicoll.torch_plugin.register import factory
+        import unicoll.torch_plugin  # noqa: F401  # it registers another function in place of this one
 
-        return factory(name)(opts, pg_options)
+        return plugins[name].creator_fn(opts, pg_options)
 
     return make

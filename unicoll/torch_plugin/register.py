@@ -28,9 +28,9 @@ def register() -> None:
     for name, devices in BACKENDS.items():
         known = plugins.get(name.upper())
         if known is None:
-            dist.Backend.register_backend(name, factory(name), extended_api=True, devices=list(devices))
+            dist.Backend.register_backend(name, _factory(name), extended_api=True, devices=list(devices))
         else:  # torch_autoload's, of which errors would have a frame
-            plugins[name.upper()] = known._replace(creator_fn=factory(name))
+            plugins[name.upper()] = known._replace(creator_fn=_factory(name))
     compat.dispatch(TorchProcessGroup)
     functional.register()
     rendezvous.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
@@ -62,7 +62,7 @@ class _MPI:
         return _make(MPI, None, -1, -1, list(ranks), None, None)
 
 
-def factory(name: str) -> Callable[[Any, Any], TorchProcessGroup]:
+def _factory(name: str) -> Callable[[Any, Any], TorchProcessGroup]:
     def make(opts: Any, pg_options: Any) -> TorchProcessGroup:
         ranks = list(opts.global_ranks_in_group)
         try:
