@@ -327,6 +327,12 @@ def test_windows_that_differ_between_ranks_are_refused_on_all() -> None:
 # --- puts and signals -------------------------------------------------------------------------------------------------
 
 
+def _filled_on_all() -> None:
+    """All ranks' arrays have their values: a put must not come before the fill that it would be lost to."""
+    ranks.simulation().synchronize()
+    dist.barrier()  # a barrier of the host does not wait for the device
+
+
 @pytest.mark.parametrize("policy", ["oldest", "newest"])
 @pytest.mark.parametrize("blocking", [True, False])
 @on_ranks(2, start=run, options=["policy"])
@@ -339,6 +345,7 @@ def test_two_ranks_write_to_each_others_memory(blocking: bool, policy: str) -> N
     x, y = arrays.adopt(source, "float64"), arrays.adopt(own, "float64")
     x.fill(0.0)
     y.fill(0.0)
+    _filled_on_all()
     for _ in range(5):
         if me == 0:
             group.put(x[:2], 1, window, offset=3)
@@ -402,7 +409,7 @@ def test_ranks_without_one_sided_calls_hold_nobody_up(version: int) -> None:
     own = group.symmetric_empty(4, "float64")
     x = arrays.adopt(own, "float64")
     x.fill(float(me))
-    dist.barrier()
+    _filled_on_all()
     if me == 0:  # it writes to rank 1, and rank 2 makes no one-sided call
         x.fill(7.0)
         group.put(x, 1, own)
