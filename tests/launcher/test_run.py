@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -299,10 +300,12 @@ def test_stdin_goes_to_local_rank_0(folder: LaunchFolder) -> None:
 
 
 def test_prompts_show_on_a_terminal(folder: LaunchFolder) -> None:
+    """Above them nothing of the launcher's own line stays."""
     script = folder.script(
         """
-        import os
+        import os, time
         if os.environ["RANK"] == "0":
+            time.sleep(1.5)  # the launcher shows its line after a second
             print("hello", input("name? "))
         """
     )
@@ -326,10 +329,15 @@ def test_prompts_show_on_a_terminal(folder: LaunchFolder) -> None:
         return text in shown
 
     try:
-        wait_until(lambda: shows(b"[default0]:name? "))
+        wait_until(lambda: shows(b"unicoll.run: 1 of 2 workers running"))
+        wait_until(lambda: shows(b"\r\x1b[K[default0]:name? "))
         os.write(terminal, b"Ada\n")
         wait_until(lambda: shows(b"[default0]:name? hello Ada"))
         assert launcher.wait(BOUND) == 0
+        with suppress(OSError):  # EIO: no process has the terminal open, and all is read
+            while True:
+                shown += os.read(terminal, 1000)
+        assert shown.endswith((b"\n", b"\r\x1b[K")), shown
     finally:
         os.close(terminal)
 
@@ -654,10 +662,17 @@ def test_an_error_names_the_root_cause(
         (["--nnodes=1:4", "work.py"], "elastic"),
         (["--nnodes=0", "work.py"], "at least 1"),
         (["--nnodes=2", "--node-rank=2", "work.py"], "--node-rank 2"),
-        (["--max-restarts=3", "work.py"], "--max-restarts"),
+        (["--max-restarts=-1", "work.py"], "must not be negative"),
+        (["--max-restarts=3", "--nnodes=2", "work.py"], "--max-restarts is for one node"),
         (["--nnodes=2", "--rdzv-backend=c10d", "work.py"], "--rdzv-backend c10d"),
         (["--rdzv-backend=etcd", "work.py"], "--rdzv-backend etcd"),
-        (["--numa-binding=node", "work.py"], "--numa-binding is not supported"),
+        (["--numa-binding=core", "work.py"], "none of node, socket, exclusive, core-complex"),
+        (["--numa-binding=exclusive", "-n", "999", "work.py"], "cores for 999 workers"),
+        (
+            ["--virtual-local-rank", "-n", "2", "CUDA_VISIBLE_DEVICES=0", "work.py"],
+            "CUDA_VISIBLE_DEVICES=0 has 1",
+        ),
+        (["--logs-specs=x", "work.py"], "--logs-specs is not supported"),
         (["--redirects=5", "work.py"], "--redirects 5"),
         (["--tee=3:1", "work.py"], "no local rank 3"),
         (["--signals-to-handle=SIGKILL", "work.py"], "SIGKILL"),
@@ -673,8 +688,8 @@ def test_argument_errors_are_one_line_and_status_2(
 ) -> None:
     """Those of variables, too."""
     folder.script("print('not reached')")
-    variables = dict(word.split("=") for word in arguments if word.startswith("P"))
-    done = folder.launch(*(word for word in arguments if not word.startswith("P")), **variables)
+    variables = dict(word.split("=") for word in arguments if word[0].isupper())
+    done = folder.launch(*(word for word in arguments if not word[0].isupper()), **variables)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert expected in done.stderr
 

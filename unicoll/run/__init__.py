@@ -13,6 +13,9 @@ It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
   SIGTERM and, after ``--shutdown-timeout``, SIGKILL. Each distinct traceback is printed once on stderr, with its
   ranks, one second after the first rank has it or at the end of the job; the summary, with the first failure, is
   last. The exit code is that of the first failing rank, 128 + N for signal N.
+- **Restarts.** With ``--max-restarts``, on one node, all workers are started again after a failure, with
+  TORCHELASTIC_RESTART_COUNT, a new secret and a new store, once no process of the attempt before is left. The end of
+  the job names the first failure of the first attempt; the exit code is that of the last.
 - **No orphans.** No process that a worker has started outlives the job, even if the launcher is killed by
   SIGKILL; see ``unicoll.run.process_cleanup`` for how a job's processes are identified, and how one may leave the job.
 - **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the workers' process groups and end the

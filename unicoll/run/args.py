@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from unicoll.net.interfaces import split_hostport
-from unicoll.run.flags import UNSUPPORTED, make_parser
+from unicoll.run.cpu_affinity import BINDINGS, cpu_affinity, gpu_addresses
+from unicoll.run.flags import make_parser
 
 OUT, ERR = 1, 2
 _MOST_PROCESSES = 1 << 22
@@ -32,7 +32,10 @@ class LaunchOptions:
     ``kind`` is "script", "module" or "command"; ``python`` runs the first two. ``redirects`` and ``tees``
     map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown`` is the set of local ranks whose output
     is shown, None for all. ``master_port`` is None if the launcher picks a free port. Times are in seconds.
-    ``gives_local_rank`` is True if the program gets ``--local-rank`` as its first argument.
+    ``gives_local_rank`` is True if the program gets ``--local-rank`` as its first argument. ``matches`` maps OUT and
+    ERR to the texts whose lines are also written to one file for all workers. ``affinity`` maps each local rank to the
+    CPUs that it is bound to; it is empty without ``--numa-binding``. ``devices`` maps each local rank to its
+    CUDA_VISIBLE_DEVICES with ``--virtual-local-rank``; else it is empty.
     """
 
     kind: str
@@ -56,6 +59,10 @@ class LaunchOptions:
     shutdown_timeout: float
     signals: tuple[signal.Signals, ...]
     gives_local_rank: bool
+    max_restarts: int
+    matches: Mapping[int, tuple[str, ...]]
+    affinity: Mapping[int, frozenset[int]]
+    devices: Mapping[int, str]
 
     @property
     def world_size(self) -> int:
@@ -77,6 +84,8 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
     nnodes = _nodes(parsed.nnodes)
     nproc = _workers(parsed.nproc_per_node)
     master_addr, master_port = _master(parsed, nnodes)
+    if parsed.max_restarts and nnodes > 1:
+        raise ValueError("--max-restarts is for one node; torchrun restarts the workers of several")
     if not 0 <= parsed.node_rank < nnodes:
         raise ValueError(f"--node-rank {parsed.node_rank} is not in 0..{nnodes - 1} (--nnodes {nnodes})")
     kind = _kind(parsed)
@@ -108,23 +117,27 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
         shutdown_timeout=_shutdown_timeout(parsed.shutdown_timeout),
         signals=_signals(parsed.signals_to_handle),
         gives_local_rank=not getattr(parsed, "use_env", True),
+        max_restarts=parsed.max_restarts,
+        matches={
+            OUT: _texts(parsed.duplicate_stdout_filters),
+            ERR: _texts(parsed.duplicate_stderr_filters),
+        },
+        affinity=cpu_affinity(parsed.numa_binding, nproc, gpu_addresses()) if parsed.numa_binding else {},
+        devices=_devices(nproc) if parsed.virtual_local_rank else {},
     )
 
 
 def _refuse_unsupported(parsed: argparse.Namespace) -> None:
     if parsed.max_restarts < 0:
         raise ValueError("--max-restarts must not be negative")
-    if parsed.max_restarts > 0:
-        raise ValueError(
-            "--max-restarts: restarting workers is not supported; only 0 is accepted. torchrun restarts them"
-        )
     if parsed.start_method not in ("spawn", "fork", "forkserver"):
         raise ValueError(f"--start-method {parsed.start_method} is none of spawn, fork, forkserver")
     if parsed.event_log_handler != "null":
         raise ValueError("--event-log-handler: event logs are not supported; only null is accepted")
-    for name in UNSUPPORTED:
-        if getattr(parsed, name.replace("-", "_")):
-            raise ValueError(f"--{name} is not supported")
+    if parsed.logs_specs:
+        raise ValueError("--logs-specs is not supported")
+    if parsed.numa_binding and parsed.numa_binding not in BINDINGS:
+        raise ValueError(f"--numa-binding {parsed.numa_binding} is none of {', '.join(BINDINGS)}")
     for pair in filter(None, parsed.rdzv_conf.split(",")):
         if "=" not in pair:
             raise ValueError(f"--rdzv-conf: {pair!r} is not key=value")
@@ -148,11 +161,11 @@ def _workers(text: str) -> int:
     if text == "cpu":
         return len(os.sched_getaffinity(0))
     if text == "gpu":
-        if not (gpus := _count_gpus()):
+        if not (gpus := gpu_addresses()):
             raise ValueError("--nproc-per-node gpu: this machine has no usable CUDA device")
-        return gpus
+        return len(gpus)
     if text == "auto":
-        return _count_gpus() or len(os.sched_getaffinity(0))
+        return len(gpu_addresses() or os.sched_getaffinity(0))
     try:
         number = int(text)
     except ValueError:
@@ -162,27 +175,6 @@ def _workers(text: str) -> int:
     if number > _MOST_PROCESSES:
         raise ValueError(f"--nproc-per-node {number}: Linux has at most {_MOST_PROCESSES} processes")
     return number
-
-
-def _count_gpus() -> int:
-    """CUDA devices under CUDA_VISIBLE_DEVICES, read from the driver in a separate process; 0 without a driver."""
-    program = (
-        "import ctypes; cuda = ctypes.CDLL('libcuda.so.1'); number = ctypes.c_int(0)\n"
-        "if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0: print(number.value)"
-    )
-    try:
-        answer = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(
-            "the CUDA driver did not reply within 60 s; use a number for --nproc-per-node"
-        ) from None
-    return int(answer.stdout) if answer.returncode == 0 and answer.stdout.strip() else 0
 
 
 def _master(parsed: argparse.Namespace, nnodes: int) -> tuple[str, int | None]:
@@ -279,6 +271,27 @@ def _rank_set(text: str) -> frozenset[int] | None:
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ValueError(f"--local-ranks-filter {text} is not a list of local ranks like 0,2")
     return frozenset(map(int, text.split(",")))
+
+
+def _devices(nproc: int) -> dict[int, str]:
+    """CUDA_VISIBLE_DEVICES of each local rank: one device of those that this process sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = (
+        [str(i) for i in range(nproc)]
+        if given is None
+        else [d.strip() for d in given.split(",") if d.strip()]
+    )
+    if len(visible) < nproc:
+        raise ValueError(
+            f"--virtual-local-rank: {nproc} workers need a GPU each; CUDA_VISIBLE_DEVICES={given} has {len(visible)}"
+        )
+    return dict(zip(range(nproc), visible, strict=False))
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    """Texts separated by commas; two commas are one in a text."""
+    parts = re.split(r"(?<!,),(?!,)", text)
+    return tuple(part.replace(",,", ",") for part in parts if part)
 
 
 def _seconds(flag: str, value: float, least: float = 0.0) -> float:

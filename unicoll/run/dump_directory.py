@@ -26,10 +26,10 @@ class TraceDirectory:
     """The directory of UNICOLL_TRACE_DIR if the user has set it, else a new one, which the first dump makes.
 
     An empty variable means that failures are not dumped. The new directory is below that of the launch's log files
-    (``logs``) if those are kept.
+    (``logs``) if those are kept. After a restart it is a directory ``attempt_<N>`` below.
     """
 
-    def __init__(self, environ: Mapping[str, str], logs: str | None) -> None:
+    def __init__(self, environ: Mapping[str, str], logs: str | None, attempt: int = 0) -> None:
         self._started = time.time()
         self._path = environ.get(TRACE_VARIABLE)
         self._is_new = self._path is None
@@ -38,6 +38,8 @@ class TraceDirectory:
             name = f"{_PREFIX}{secrets.token_hex(8)}"
             self._path = os.path.join(logs, "trace") if logs else os.path.join(tempfile.gettempdir(), name)
             self._path = os.path.abspath(self._path)
+        if self._path and attempt and (logs or not self._is_new):
+            self._path = os.path.join(self._path, f"attempt_{attempt}")
 
     @property
     def environment(self) -> dict[str, str]:

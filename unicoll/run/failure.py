@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Sequence
@@ -13,12 +14,6 @@ from unicoll.run.workers import Worker
 _LAST_LINES = tuple(f"{name}: " for name in CONSEQUENCES)
 _STACK = "(most recent call first):"
 _ONE_LINE = 300
-
-
-def exit_code(worker: Worker) -> int:
-    """The launcher's exit code for a worker's failure: 128 + N for signal N."""
-    status = _status(worker)
-    return status if status >= 0 else 128 - status
 
 
 def _status(worker: Worker) -> int:
@@ -64,33 +59,80 @@ def root_cause(failures: Sequence[Worker]) -> Worker:
     return next((f for f in failures if f.rank in named and not _is_consequence(f)), first)
 
 
-def report(
-    title: str, workers: Sequence[Worker], failures: Sequence[Worker], reader: str, keeps_files: bool
-) -> str:
-    """The summary in torchrun's format; the tracebacks are printed above it.
+class Failure:
+    """Why an attempt has failed: its first failure.
 
     The root cause is the first failure or, if its error names another rank, that rank: it has not called what the
     others wait in, has ended early, or is the only one whose call differs. If most ranks have ended without an error,
     these have not ended early.
 
+    Attributes:
+        root: the worker that has failed first.
+        exit_code: the launcher's; 128 + N for signal N.
+        summary: the root cause in one line.
+
     Args:
-        reader: the command that shows the ranks' last calls.
+        workers, failures: of the attempt.
         keeps_files: True if the error files stay.
     """
-    root = root_cause(failures)
-    culprit = _named(workers, failures, root)
-    others = sorted((f for f in failures if f is not root or culprit), key=lambda f: (_time(f), f.rank))
-    lines = [f"  {line}" for line in _describe_others(others, root)] or ["  <NO_OTHER_FAILURES>"]
-    if stopped := [worker.rank for worker in workers if worker.stopped]:
-        lines.append(f"  (stopped by the launcher: {ranks_text(stopped)})")
-    entry = _entry(root, keeps_files) if culprit is None else _named_entry(culprit, root, keeps_files)
-    if reader:
-        entry.append(f"  last calls: {reader}")
-    heading = f"{title} FAILED"
-    width = min(60, max(map(len, [heading, *lines, *entry])))
-    double, single = "=" * width, "-" * width
-    parts = [double, heading, single, "Failures:", *lines, single, "Root Cause (first observed failure):"]
-    return "\n".join(["", *parts, *entry, double]) + "\n"
+
+    def __init__(self, workers: Sequence[Worker], failures: Sequence[Worker], keeps_files: bool) -> None:
+        self.root = root = root_cause(failures)
+        status = _status(root)
+        self.exit_code = status if status >= 0 else 128 - status
+        self.summary = f"rank {root.rank}: {_first_line(_cause(root))}"
+        self._failures = failures
+        self._stopped = [worker.rank for worker in workers if worker.stopped]
+        self._culprit = _named(workers, failures, root)
+        if self._culprit is None:
+            self._entry = _entry(root, keeps_files)
+        else:
+            self._entry = _named_entry(self._culprit, root, keeps_files)
+
+    def report(self, title: str, reader: str, first: Failure | None = None) -> str:
+        """The summary in torchrun's format; the tracebacks are printed above it.
+
+        Args:
+            reader: the command that shows the ranks' last calls.
+            first: the failure of the first attempt, if the workers were restarted.
+        """
+        others = [f for f in self._failures if f is not self.root or self._culprit]
+        others.sort(key=lambda f: (_time(f), f.rank))
+        lines = [f"  {line}" for line in _describe_others(others, self.root)] or ["  <NO_OTHER_FAILURES>"]
+        if self._stopped:
+            lines.append(f"  (stopped by the launcher: {ranks_text(self._stopped)})")
+        entry = [*self._entry, *([f"  last calls: {reader}"] if reader else ())]
+        before = first._entry if first is not None else []
+        heading = f"{title} FAILED"
+        width = min(60, max(map(len, [heading, *lines, *entry, *before])))
+        double, single = "=" * width, "-" * width
+        parts = [
+            double,
+            heading,
+            single,
+            "Failures:",
+            *lines,
+            single,
+            "Root Cause (first observed failure):",
+            *entry,
+        ]
+        if before:
+            parts += [single, "First failure before the restarts:", *before]
+        return "\n".join(["", *parts, double]) + "\n"
+
+    def write(self, path: str) -> None:
+        """Write the root cause to a file in the format of torch's error files; OSError if it cannot be written."""
+        record = self.root.failure
+        message = {
+            "message": _cause(self.root),
+            "extraInfo": {
+                "py_callstack": record.traceback if record is not None else "",
+                "timestamp": str(int(_time(self.root))),
+            },
+            "errorCode": self.root.status,
+        }
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump({"message": message}, file)
 
 
 def _entry(worker: Worker, keeps_files: bool) -> list[str]:

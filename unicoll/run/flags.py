@@ -8,22 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from unicoll.run.cpu_affinity import BINDINGS
+
 
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line and exit with status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
-
-
-UNSUPPORTED = (
-    "duplicate-stdout-filters",
-    "duplicate-stderr-filters",
-    "logs-specs",
-    "numa-binding",
-    "virtual-local-rank",
-)
-"""torchrun's flags that are refused."""
 
 
 def make_parser(as_torchs_launch: bool = False) -> OneLineParser:
@@ -44,9 +36,8 @@ examples:
   {command} -n 4 -m package.train        a module, as python -m runs it
   two machines; on the second with --node-rank 1 and the same UNICOLL_SECRET:
   {command} -n 8 --nnodes 2 --node-rank 0 --master-addr first.example.org train.py""",
-        epilog=f"""The flags are torchrun's, except -n, --grace and --no-prefix. Each may be set by PET_<NAME> in
-the environment, for example PET_NPROC_PER_NODE=4. Not supported: --{", --".join(UNSUPPORTED[:2])},
---{", --".join(UNSUPPORTED[2:])}.""",
+        epilog="""The flags are torchrun's, except -n, --grace and --no-prefix. Each may be set by PET_<NAME> in
+the environment, for example PET_NPROC_PER_NODE=4. Not supported: --logs-specs.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -110,6 +101,9 @@ def _workers_flags(flags: _Flags) -> None:
     flags.value(
         "role", "default", "NAME", "name of the workers, for prefixes and environment (default: default)"
     )
+    binding = f"bind each worker to the CPUs near its GPU: {', '.join(BINDINGS)}"
+    flags.value("numa-binding", None, "MODE", binding)
+    flags.switch("virtual-local-rank", "LOCAL_RANK is 0, and each worker sees its own GPU only")
 
 
 def _nodes_flags(flags: _Flags) -> None:
@@ -130,9 +124,14 @@ def _output_flags(flags: _Flags) -> None:
     streams = "write to log files only: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:1"
     flags.value("redirects", "0", "STREAMS", streams, "-r")
     flags.value("tee", "0", "STREAMS", "write to log files and to the console, same format", "-t")
+    copies = "copy lines with one of these texts, TEXT,TEXT, to filtered_{}.log beside the log files"
+    flags.value("duplicate-stdout-filters", "", "LIST", copies.format("stdout"))
+    flags.value("duplicate-stderr-filters", "", "LIST", copies.format("stderr"))
 
 
 def _end_flags(flags: _Flags) -> None:
+    restarts = "after a failure start all workers again, at most N times (default 0)"
+    flags.value("max-restarts", 0, "N", restarts, type=int)
     grace = "seconds that the others have to fail by themselves after the first failure (default 5)"
     flags.value("grace", 5.0, "S", grace, type=float)
     flags.value("shutdown-timeout", None, "S", "seconds from SIGTERM to SIGKILL (default 30)", type=float)
@@ -143,14 +142,9 @@ def _end_flags(flags: _Flags) -> None:
 
 
 def _other_flags(flags: _Flags) -> None:
-    flags.value("max-restarts", 0, "N", "only 0: workers are not restarted", type=int)
     flags.value("rdzv-backend", "static", "NAME", "static; c10d on one node")
     flags.value("event-log-handler", "null", "NAME", "only null")
     flags.value("rdzv-conf", "", "CONF", "no effect")
     flags.value("local-addr", None, "HOST", "no effect")
     flags.value("start-method", "spawn", "NAME", "no effect: workers are always new processes")
-    for name in UNSUPPORTED:
-        if name == "virtual-local-rank":
-            flags.switch(name, argparse.SUPPRESS)
-        else:
-            flags.value(name, None, "", argparse.SUPPRESS)
+    flags.value("logs-specs", None, "", argparse.SUPPRESS)

@@ -2,7 +2,7 @@
 
 ``Lines`` splits one stream into lines. ``Console`` writes to the launcher's own stdout and stderr in a thread, so
 that a slow reader (a pager, a full pipe) does not block the launcher's main loop. ``OutputPipe`` is one worker's pipe;
-``OutputPipes`` reads all of them with the launcher's selector.
+``OutputPipes`` reads all of them with the main loop's selector.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import BinaryIO, NamedTuple
 
 _READ_SIZE = 1 << 16
@@ -107,6 +107,8 @@ class Console:
         self._closing = False
         self._closed_fds: set[int] = set()
         self._state: _Output | None = None
+        self._status = self._last_line = b""
+        self._status_text = ""
         self.terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
         self._thread = threading.Thread(target=self._run, name="unicoll-console", daemon=True)
         self._thread.start()
@@ -125,6 +127,23 @@ class Console:
             with self._changed:
                 self._queue.append(_Output(fd, data, owner, is_state))
                 self._backlog += len(data)
+                self._changed.notify()
+
+    def write_text(self, text: str) -> None:
+        """Queue whole lines of the launcher for standard error."""
+        self.write(2, text.encode("utf-8", "backslashreplace"))
+
+    def log(self, text: str) -> None:
+        """Queue one line of the launcher for standard error."""
+        self.write_text(f"unicoll.run: {text}\n")
+
+    def show_status(self, text: str) -> None:
+        """On a terminal: the launcher's state in one line, shown below all others; none if empty."""
+        text = f"unicoll.run: {text}" if text else ""
+        if 2 in self.terminals and text != self._status_text:
+            self._status_text = text
+            with self._changed:
+                self._queue.append(_Output(2, text.encode("ascii", "backslashreplace"), self, True))
                 self._changed.notify()
 
     def close(self, give_up: Callable[[], bool]) -> None:
@@ -152,15 +171,18 @@ class Console:
                 self._wake()
 
     def _with_state(self, output: _Output) -> bytes:
-        shown = self._state
-        data = _ERASE_LINE + output.data if shown else output.data
-        if output.is_state:
+        """The bytes that write ``output`` above the last line, which is a worker's state, else the launcher's."""
+        data = _ERASE_LINE if self._last_line else b""
+        if output.owner is self:
+            self._status = output.data[: _columns() - 1]
+        elif output.is_state:
             self._state = output
-        elif shown and output.owner is not shown.owner:
-            data += shown.data
         else:
-            self._state = None
-        return data
+            data += output.data
+            if self._state is not None and output.owner is self._state.owner:
+                self._state = None
+        self._last_line = self._state.data if self._state is not None else self._status
+        return data + self._last_line
 
     def _write(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
@@ -176,11 +198,58 @@ class Console:
                     self._write(2, text.encode())
 
 
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(2).columns or 80
+    except OSError:
+        return 80
+
+
 def _is_terminal(fd: int) -> bool:
     try:
         return os.isatty(fd)
     except OSError:
         return False
+
+
+class LogFile:
+    """A file that the launcher writes; after an error it is not written any more, and the console says so."""
+
+    def __init__(self, path: str, console: Console) -> None:
+        self._console = console
+        self._file: BinaryIO | None = open(path, "wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        if self._file is None or not data:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            text = f"unicoll.run: {self._file.name}: {error.strerror}; no longer written\n"
+            self._console.write(2, os.fsencode(text))
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class LineCopies:
+    """A file of all workers' lines that have one of some texts."""
+
+    def __init__(self, texts: Sequence[str], file: LogFile) -> None:
+        self._texts = [os.fsencode(text) for text in texts]
+        self._file = file
+
+    def write(self, lines: bytes) -> None:
+        """Copy those of some whole lines."""
+        if any(text in lines for text in self._texts):
+            found = [line for line in lines.splitlines(True) if any(text in line for text in self._texts)]
+            self._file.write(b"".join(found))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class OutputPipe:
@@ -190,17 +259,25 @@ class OutputPipe:
         fd: the pipe; owned by this object.
         console, target: lines are written to the console's file descriptor ``target`` (1 or 2), not if None.
         prefix: put before each line.
-        log: an unbuffered file for the unchanged bytes, or None; owned by this object.
+        log: the file for the unchanged bytes, or None; owned by this object.
+        copies: for the lines that have some texts, or None.
     """
 
     def __init__(
-        self, fd: int, console: Console, target: int | None, prefix: bytes, log: BinaryIO | None
+        self,
+        fd: int,
+        console: Console,
+        target: int | None,
+        prefix: bytes,
+        log: LogFile | None,
+        copies: LineCopies | None = None,
     ) -> None:
         self.fd = fd
         self._console = console
         self._target = target
         self._lines = Lines(prefix)
         self._log = log
+        self._copies = copies
         self._tail = bytearray()
         self._last_read = 0.0
         self._last_progress = 0.0
@@ -241,9 +318,10 @@ class OutputPipe:
         self._tail += data
         if len(self._tail) > 4 * _TAIL_SIZE:
             del self._tail[:-_TAIL_SIZE]
-        self._write_log(data)
-        if self._target is not None:
-            self._console.write(self._target, self._lines.feed(data), self)
+        if self._log is not None:
+            self._log.write(data)
+        if self._target is not None or self._copies is not None:
+            self._write_lines(self._lines.feed(data))
         return len(data)
 
     def tick(self, now: float) -> None:
@@ -264,23 +342,17 @@ class OutputPipe:
         """Forward an unfinished last line and close everything."""
         if self.closed:
             return
-        if self._target is not None:
-            self._console.write(self._target, self._lines.finish(), self)
+        self._write_lines(self._lines.finish())
         os.close(self.fd)
         self.fd = -1
         if self._log is not None:
             self._log.close()
 
-    def _write_log(self, data: bytes) -> None:
-        if self._log is None:
-            return
-        try:
-            self._log.write(data)
-        except OSError as error:
-            text = f"unicoll.run: {self._log.name}: {error.strerror}; no longer written\n"
-            self._console.write(2, os.fsencode(text))
-            self._log.close()
-            self._log = None
+    def _write_lines(self, lines: bytes) -> None:
+        if self._target is not None:
+            self._console.write(self._target, lines, self)
+        if self._copies is not None:
+            self._copies.write(lines)
 
 
 class OutputPipes:

@@ -9,9 +9,9 @@ This file is also run by its path, as the guard: a process that outlives a launc
 
     python process_cleanup.py TOKEN SCRATCH_DIRECTORY     (the second may be empty)
 
-It reads lines from standard input: ``+PID`` is the leader of a worker's session, ``done`` means that the
-launcher has cleaned up. At the end of input without ``done`` it kills the job and removes the
-scratch directory.
+It reads lines from standard input: ``+PID`` is the leader of a worker's session, ``-PID`` means that the worker has
+been reaped and nothing of its session is left, ``done`` means that the launcher has cleaned up. At the end of input
+without ``done`` it kills the job and removes the scratch directory.
 """
 
 from __future__ import annotations
@@ -100,6 +100,10 @@ class Guard:
         """Add a worker's session, by its leader."""
         self._send(f"+{leader}\n")
 
+    def forget(self, leader: int) -> None:
+        """Remove a worker's session, before its pid may be that of another process."""
+        self._send(f"-{leader}\n")
+
     def stop(self) -> None:
         """End the guard process once the job is cleaned up."""
         self._send("done\n")
@@ -126,11 +130,11 @@ class Guard:
 def _main(token: str, scratch: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # it ends with its launcher, not before
-    leaders = set()
+    leaders: set[int] = set()
     for line in sys.stdin:
         if line == "done\n":
             return
-        leaders.add(int(line[1:]))
+        (leaders.add if line[0] == "+" else leaders.discard)(int(line[1:]))
     # The launcher has just died, so these pids cannot have been reused yet.
     for leader in leaders:
         kill_group(leader, signal.SIGKILL)

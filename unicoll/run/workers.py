@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -16,22 +16,23 @@ from typing import NamedTuple
 
 from unicoll.net.secret import KeyText
 from unicoll.run.args import ERR, OUT, LaunchOptions
-from unicoll.run.output import Console, OutputPipe, OutputPipes
+from unicoll.run.output import Console, LineCopies, LogFile, OutputPipe, OutputPipes
 from unicoll.run.tracebacks import ExceptionRecord
 
 _WORKER_MAIN = str(Path(__file__).with_name("worker_main.py"))
 _TAIL_SIZE = 16 << 10
+_STREAMS = {OUT: "stdout", ERR: "stderr"}
 
 
 class LogFiles:
-    """The launch's directory: ``<log_dir>/<run_id>_<random>/attempt_0/<local_rank>/``, as torchrun's.
+    """The launch's directory: ``<log_dir>/<run_id>_<random>/attempt_<N>/<local_rank>/``, as torchrun's.
 
     Without ``--log-dir`` it is a temporary directory, which is removed at the end unless streams are logged there
     (``kept`` is True).
     """
 
     def __init__(self, options: LaunchOptions) -> None:
-        wanted = any(options.redirects.values()) or any(options.tees.values())
+        wanted = any(any(each.values()) for each in (options.redirects, options.tees, options.matches))
         self.kept = options.log_dir is not None or wanted
         # Absolute, because the workers may change their working directory.
         base = options.log_dir and os.path.abspath(options.log_dir)
@@ -39,15 +40,37 @@ class LogFiles:
             os.makedirs(base, exist_ok=True)
         name = "".join(c if c.isalnum() or c in "-_.:" else "_" for c in options.run_id)
         self.path = tempfile.mkdtemp(prefix=f"{name}_" if base else "unicoll_run_", dir=base)
+
+
+class AttemptFiles:
+    """The directory of one attempt.
+
+    Attributes:
+        copies: for OUT and ERR, the file of the lines that have some texts, as far as the options name texts.
+    """
+
+    def __init__(self, options: LaunchOptions, logs: LogFiles, number: int, console: Console) -> None:
+        self._path = os.path.join(logs.path, f"attempt_{number}")
         for local_rank in range(options.nproc):
-            os.makedirs(self._directory(local_rank))
+            os.makedirs(os.path.join(self._path, str(local_rank)))
+        self.copies: dict[int, LineCopies] = {}
+        for which, texts in options.matches.items():
+            if texts:
+                path = os.path.join(self._path, f"filtered_{_STREAMS[which]}.log")
+                self.copies[which] = LineCopies(texts, LogFile(path, console))
 
-    def file(self, local_rank: int, name: str) -> str:
-        """Path of a worker's stdout.log, stderr.log or error.json."""
-        return os.path.join(self._directory(local_rank), name)
+    def stream(self, local_rank: int, which: int) -> str:
+        """Path of a worker's stdout.log or stderr.log."""
+        return os.path.join(self._path, str(local_rank), f"{_STREAMS[which]}.log")
 
-    def _directory(self, local_rank: int) -> str:
-        return os.path.join(self.path, "attempt_0", str(local_rank))
+    def error(self, local_rank: int) -> str:
+        """Path of a worker's error file."""
+        return os.path.join(self._path, str(local_rank), "error.json")
+
+    def close(self) -> None:
+        """Close the files of copied lines."""
+        for each in self.copies.values():
+            each.close()
 
 
 @dataclass(eq=False)
@@ -96,8 +119,8 @@ class Worker:
         return self.status is not None
 
     def reap(self) -> None:
-        if self.status is not None:
-            self.process.wait()
+        """Free the pid of a process that has ended."""
+        self.process.wait()
 
     @property
     def shows_stderr(self) -> bool:
@@ -116,7 +139,7 @@ class Worker:
 
 
 def shared_environment(
-    options: LaunchOptions, environ: Mapping[str, str], job: Mapping[str, str]
+    options: LaunchOptions, attempt: int, environ: Mapping[str, str], job: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment variables of all workers of this node: the user's, and the launcher's (``job`` and others)."""
     shared = dict(environ)
@@ -138,8 +161,8 @@ def shared_environment(
         ROLE_NAME=options.role,
         ROLE_WORLD_SIZE=str(options.world_size),
         MASTER_ADDR=options.master_addr,
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_MAX_RESTARTS="0",
+        TORCHELASTIC_RESTART_COUNT=str(attempt),
+        TORCHELASTIC_MAX_RESTARTS=str(options.max_restarts),
         TORCHELASTIC_RUN_ID=options.run_id,
         TORCHELASTIC_USE_AGENT_STORE="False",  # MASTER_PORT is free for rank 0 to listen on
         **job,
@@ -172,47 +195,54 @@ def start_worker(
     options: LaunchOptions,
     local_rank: int,
     shared: Mapping[str, str],
-    logs: LogFiles,
+    files: AttemptFiles,
     console: Console,
     streams: OutputPipes,
 ) -> Worker:
     """Start one worker and connect its output; OSError if it cannot be started or a log file cannot be opened."""
     rank = options.node_rank * options.nproc + local_rank
-    error_file = logs.file(local_rank, "error.json")
+    error_file = files.error(local_rank)
     environment = {
         **shared,
         "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
+        "LOCAL_RANK": str(_shown_local_rank(options, local_rank)),
         "ROLE_RANK": str(rank),
         "TORCHELASTIC_ERROR_FILE": error_file,
     }
-    out, err = (_destination(options, local_rank, which, logs) for which in (OUT, ERR))
+    if options.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = options.devices[local_rank]
+    out, err = (_destination(options, local_rank, which) for which in (OUT, ERR))
+    paths = {
+        which: files.stream(local_rank, which) for which, each in ((OUT, out), (ERR, err)) if each.to_file
+    }
     with contextlib.ExitStack() as opened:
-        files = [
-            opened.enter_context(open(each.file, "wb")) if each.file and not each.to_pipe else None
-            for each in (out, err)
+        logs = [
+            opened.enter_context(open(paths[which], "wb")) if each.to_file and not each.to_pipe else None
+            for which, each in ((OUT, out), (ERR, err))
         ]
+        if cpus := options.affinity.get(local_rank):
+            opened.enter_context(_bound_to(cpus))
         process = subprocess.Popen(
             _command(options, local_rank, "record" if err.to_pipe else "print"),
             # Local rank 0 may read from the user (in a debugger); the others must not read the same input.
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if out.to_pipe else files[0],
-            stderr=subprocess.PIPE if err.to_pipe else files[1],
+            stdout=subprocess.PIPE if out.to_pipe else logs[0],
+            stderr=subprocess.PIPE if err.to_pipe else logs[1],
             env=environment,
             start_new_session=True,
         )
-    prints = not err.to_pipe and err.file is None
-    worker = Worker(
-        rank, local_rank, process, error_file, prints, err.file if err.to_pipe else None, err.file
-    )
+    prints = not err.to_pipe and not err.to_file
+    path = paths.get(ERR)
+    worker = Worker(rank, local_rank, process, error_file, prints, path if err.to_pipe else None, path)
     prefix = _prefix(options, rank, local_rank)
-    shown = options.shown is None or local_rank in options.shown
-    for which, pipe, path in ((OUT, process.stdout, out.file), (ERR, process.stderr, err.file)):
+    for which, each, pipe in ((OUT, out, process.stdout), (ERR, err, process.stderr)):
         if pipe is not None:
-            log = open(path, "wb", buffering=0) if path else None
+            log = LogFile(paths[which], console) if each.to_file else None
             fd = os.dup(pipe.fileno())
             pipe.close()
-            stream = OutputPipe(fd, console, which if shown else None, prefix, log)
+            stream = OutputPipe(
+                fd, console, which if each.is_shown else None, prefix, log, files.copies.get(which)
+            )
             streams.add(stream)
             if which == ERR:
                 worker.stderr = stream
@@ -221,31 +251,30 @@ def start_worker(
 
 def open_files(options: LaunchOptions) -> int:
     """How many files the launcher opens for its workers: pipes, logs and connections to its store."""
-    count = options.nproc if options.nnodes == 1 else 0
+    count = len(options.matches) + (options.nproc if options.nnodes == 1 else 0)
     for local_rank in range(options.nproc):
         for which in (OUT, ERR):
-            if options.tees[local_rank] & which:
-                count += 2
-            elif not options.redirects[local_rank] & which:
-                count += options.nproc > 1 or options.shown is not None
+            to_pipe, to_file, _ = _destination(options, local_rank, which)
+            count += to_pipe + (to_pipe and to_file)
     return count
 
 
 class _Destination(NamedTuple):
-    """The destination of a stream: a pipe to the launcher, which also writes ``file``; else ``file`` or the console."""
+    """A stream's destinations: a pipe to the launcher, which writes the file and the console; else one of these."""
 
     to_pipe: bool
-    file: str | None = None
+    to_file: bool
+    is_shown: bool
 
 
-def _destination(options: LaunchOptions, local_rank: int, which: int, logs: LogFiles) -> _Destination:
-    path = logs.file(local_rank, "stdout.log" if which == OUT else "stderr.log")
-    if options.tees[local_rank] & which:
-        return _Destination(True, path)
-    if options.redirects[local_rank] & which:
-        return _Destination(False, path)
+def _destination(options: LaunchOptions, local_rank: int, which: int) -> _Destination:
+    is_teed = bool(options.tees[local_rank] & which)
+    to_file = is_teed or bool(options.redirects[local_rank] & which)
+    chosen = options.shown is None or local_rank in options.shown
     # a single worker writes to the console directly, which may be a terminal
-    return _Destination(options.nproc > 1 or options.shown is not None)
+    prefixed = not to_file and (options.nproc > 1 or options.shown is not None)
+    to_pipe = is_teed or prefixed or bool(options.matches[which])
+    return _Destination(to_pipe, to_file, chosen and (is_teed or not to_file))
 
 
 def _command(options: LaunchOptions, local_rank: int, reporting: str) -> list[str]:
@@ -255,9 +284,25 @@ def _command(options: LaunchOptions, local_rank: int, reporting: str) -> list[st
     command = [*python, _WORKER_MAIN, launcher, reporting, options.kind, options.target]
     return [
         *command,
-        *([f"--local-rank={local_rank}"] if options.gives_local_rank else ()),
+        *([f"--local-rank={_shown_local_rank(options, local_rank)}"] if options.gives_local_rank else ()),
         *options.arguments,
     ]
+
+
+def _shown_local_rank(options: LaunchOptions, local_rank: int) -> int:
+    """LOCAL_RANK, which programs use as the number of their GPU: 0 for a worker that sees one only."""
+    return 0 if options.devices else local_rank
+
+
+@contextlib.contextmanager
+def _bound_to(cpus: Collection[int]) -> Iterator[None]:
+    """Bind this thread, and with it the processes that it starts, to these CPUs."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _prefix(options: LaunchOptions, rank: int, local_rank: int) -> bytes:

@@ -1,0 +1,386 @@
+"""One start of all workers: forwards their output, waits for them and cleans up."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import selectors
+import signal
+import time
+from collections import deque
+from typing import NamedTuple
+
+from unicoll.errors import DistError
+from unicoll.net import logs
+from unicoll.net.formatting import ranks_text
+from unicoll.net.signal_handlers import is_caught
+from unicoll.run.args import LaunchOptions
+from unicoll.run.dump_directory import TraceDirectory
+from unicoll.run.failure import Failure, last_stderr_lines
+from unicoll.run.job import EXIT_KEY, LocalJob, job_variable
+from unicoll.run.output import Console, OutputPipes
+from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
+from unicoll.run.signals import SignalQueue
+from unicoll.run.tracebacks import ExceptionRecord, Tracebacks, read_record
+from unicoll.run.workers import AttemptFiles, LogFiles, Worker, shared_environment, start_worker
+
+log = logs.logger("run")
+
+_TRACEBACK_DELAY = 1.0  # seconds for which a traceback waits for those of the other ranks
+_HANG_CHECK_INTERVAL = 1.0  # seconds between checks for failed workers whose processes do not end
+_LEFTOVER_SECONDS = 1.0  # for helpers (multiprocessing's tracker...) to end after their worker
+_KILL_SECONDS = 10.0  # from SIGKILL until the launcher gives up on a process (stuck in the kernel)
+_DRAIN_SECONDS = 2.0  # for the last output, after the workers have ended
+_STATUS_DELAY = 1.0  # seconds after the start until a terminal shows the launcher's state
+_REPEAT_SECONDS = 0.5  # a repeated signal within this time is ignored: both come from one Ctrl-C
+
+
+class Launch(NamedTuple):
+    """What all attempts of a launch share."""
+
+    options: LaunchOptions
+    token: str
+    logs: LogFiles
+    console: Console
+    signals: SignalQueue
+    guard: Guard
+
+
+class Attempt:
+    """One start of all workers, until they have ended and nothing of them is left.
+
+    ``_pending_signals`` has the signals still to be sent to the workers and their times; it is empty without failures.
+
+    Attributes:
+        number: how often the workers were restarted before.
+        failed: the workers that have failed, in the order of detection.
+        signal: the launcher's signal that ended it.
+        failure: its root cause, after the end of :meth:`run`; None without a failed worker.
+    """
+
+    def __init__(self, launch: Launch, number: int, last_failure: Failure | None) -> None:
+        self._options, self._token, self._logs, self._console, self._signals, self._guard = launch
+        self.number = number
+        self.failed: list[Worker] = []
+        self.signal: signal.Signals | None = None
+        self.failure: Failure | None = None
+        self._last_failure = last_failure
+        self._workers: list[Worker] = []
+        self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
+        self._signal_time = 0.0
+        self._interrupted = False  # a signal that ends the launch has arrived
+        self._stopping_since: float | None = None  # wall clock of the first signal to the workers
+        self._kill_time: float | None = None
+        self._hang_check = 0.0
+        self._tracebacks = Tracebacks()
+        self._show_time = math.inf
+        self._status_time = time.monotonic() + (0.0 if number else _STATUS_DELAY)
+        self._dumps = TraceDirectory(os.environ, self._logs.path if self._logs.kept else None, number)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._signals, selectors.EVENT_READ, None)
+        self._streams = OutputPipes(self._selector, self._console)
+        self._files: AttemptFiles | None = None
+
+    def run(self) -> None:
+        """Start the workers and wait for them. OSError or DistError if they cannot be started."""
+        job: LocalJob | None = None
+        try:
+            job = LocalJob(os.environ, self._options.master_port) if self._options.nnodes == 1 else None
+            self._start(job)
+            self._wait_for_workers(job)
+        finally:
+            self._clean_up()
+            if job is not None:
+                job.close()
+            self._selector.close()
+            self._complete_logs()
+            if self.failed:
+                self.failure = Failure(self._workers, self.failed, self._logs.kept)
+
+    @property
+    def may_restart(self) -> bool:
+        """True if a worker has failed, all have ended, and no signal has arrived that ends the launch."""
+        ended = all(worker.status is not None for worker in self._workers)
+        return bool(self.failed) and ended and not self._interrupted and not self._signals.received
+
+    @property
+    def exit_code(self) -> int:
+        """The launcher's exit code if this is the last attempt."""
+        if self.signal is not None:
+            return 128 + self.signal
+        if self.failure is not None:
+            return self.failure.exit_code
+        return 0 if all(worker.status == 0 for worker in self._workers) else 1
+
+    def _start(self, job: LocalJob | None) -> None:
+        options = self._options
+        added = {JOB_VARIABLE: job_variable(self._token), **self._dumps.environment}
+        if job is not None:
+            added.update(job.environment, MASTER_PORT=str(job.master_port))
+        else:
+            added.update(UNICOLL_LAUNCHER="1", MASTER_PORT=str(options.master_port))
+        environment = shared_environment(options, self.number, os.environ, added)
+        self._files = files = AttemptFiles(options, self._logs, self.number, self._console)
+        for local_rank in range(options.nproc):
+            self._signals.started = True
+            worker = start_worker(options, local_rank, environment, files, self._console, self._streams)
+            self._guard.watch(worker.pid)
+            self._workers.append(worker)
+
+    # --- the main loop ----------------------------------------------------------------------------------------
+
+    def _wait_for_workers(self, job: LocalJob | None) -> None:
+        while any(worker.status is None for worker in self._workers):
+            self._poll(self._poll_timeout())
+            self._handle_signals()
+            for worker in self._workers:
+                if worker.status is None and worker.poll():
+                    worker.ended = time.time()
+                    self._record_end(worker, job)
+            self._check_hanging_failures()
+            self._show_status()
+            if time.monotonic() >= self._show_time:
+                self._show_tracebacks()
+            self._send_due_signals()
+            if self._kill_time is not None and time.monotonic() > self._kill_time + _KILL_SECONDS:
+                stuck = [worker.pid for worker in self._workers if worker.status is None]
+                self._log(f"processes {stuck} do not end after SIGKILL; no longer waiting for them")
+                return
+
+    def _show_status(self) -> None:
+        """Show how many workers run, the restarts and the last failure, unless a single one has the terminal."""
+        if len(self._workers) == 1 or time.monotonic() < self._status_time:
+            return
+        running = sum(worker.status is None for worker in self._workers)
+        text = f"{running} of {len(self._workers)} workers running"
+        if self._options.nnodes > 1:
+            text = f"node {self._options.node_rank}: {text}"
+        if self.number:
+            text += f", restart {self.number} of {self._options.max_restarts}"
+        if self.failed:
+            text += f"; rank {self.failed[0].rank} has failed"
+        elif self._last_failure is not None:
+            text += f"; last failure: {self._last_failure.summary}"
+        self._console.show_status(text)
+
+    def _poll_timeout(self) -> float:
+        wait = self._options.monitor_interval
+        if self._streams.unfinished:
+            wait = min(wait, 0.1)
+        if self._pending_signals:
+            wait = min(wait, max(0.0, self._pending_signals[0][0] - time.monotonic()))
+        return wait
+
+    def _poll(self, seconds: float) -> None:
+        for key, _events in self._selector.select(seconds):
+            if key.data is None:
+                self._signals.clear()
+            else:
+                self._streams.read(key.data)
+        self._streams.tick()
+
+    def _record_end(self, worker: Worker, job: LocalJob | None) -> None:
+        assert worker.status is not None
+        record = self._read_record(worker)
+        if worker.status == 0:
+            worker.stopped = self._stopping_since is not None  # its handler of SIGTERM may end it so
+            return
+        if self._stopping_since is not None:
+            if record is None or record.time > self._stopping_since:
+                worker.stopped = True
+                return
+            if worker.status < 0:
+                worker.status = 1  # its exception was first; the launcher's signal only ended its clean-up
+        worker.failure = record
+        self.failed.append(worker)
+        if job is not None:
+            _publish(job, worker)
+        self._schedule_stop()
+
+    def _check_hanging_failures(self) -> None:
+        """A worker whose program has failed but whose process does not end is a failure too."""
+        if time.monotonic() < self._hang_check:
+            return
+        self._hang_check = time.monotonic() + _HANG_CHECK_INTERVAL
+        for worker in self._workers:
+            if worker.status is None and os.path.exists(worker.error_file):
+                record = self._read_record(worker)
+                if record is not None and record.final:
+                    self._schedule_stop()
+
+    def _read_record(self, worker: Worker) -> ExceptionRecord | None:
+        """The worker's recorded exception; if it ended the program, its traceback is scheduled for output."""
+        if worker.record is None:
+            record = read_record(worker.error_file)
+            if record is None or not record.final:
+                return record
+            worker.record = record
+            if not worker.prints:
+                self._tracebacks.add(worker.rank, record.traceback)
+                self._show_time = min(self._show_time, time.monotonic() + _TRACEBACK_DELAY)
+        return worker.record
+
+    def _show_tracebacks(self, last: int | None = None) -> None:
+        self._show_time = math.inf
+        self._write(self._tracebacks.take(last))
+
+    def _schedule_stop(self) -> None:
+        """After the first failure: a grace period for the others to fail by themselves, then SIGTERM, then SIGKILL."""
+        if not self._pending_signals and self._kill_time is None:
+            term = time.monotonic() + self._options.grace
+            self._pending_signals.append((term, signal.SIGTERM))
+            self._pending_signals.append((term + self._options.shutdown_timeout, signal.SIGKILL))
+
+    def _send_due_signals(self) -> None:
+        while self._pending_signals and time.monotonic() >= self._pending_signals[0][0]:
+            self._send(self._pending_signals.popleft()[1])
+
+    def _send(self, number: signal.Signals) -> None:
+        """Signal all workers' process groups, also those whose leader has ended but left children."""
+        if self._stopping_since is None:
+            self._stopping_since = time.time()
+        if number == signal.SIGKILL:
+            self._kill_time = time.monotonic()
+            self._pending_signals.clear()
+        for worker in self._workers:
+            kill_group(worker.pid, number)
+            if number == signal.SIGTERM:
+                kill_group(worker.pid, signal.SIGCONT)  # a stopped process does not handle it
+
+    # --- signals to the launcher --------------------------------------------------------------------------------
+
+    def _request_dumps(self) -> None:
+        """Send SIGUSR1 to the workers that handle it: in a job of unicoll they write the flight recorder's dump."""
+        sent, others = [], []
+        for worker in self._workers:
+            if worker.status is None and is_caught(signal.SIGUSR1, worker.pid):
+                kill_process(worker.pid, signal.SIGUSR1)
+                sent.append(worker.rank)
+            elif worker.status is None:
+                others.append(worker.rank)
+        words = ["got SIGUSR1"]
+        words += [f"sent it to {ranks_text(sent)}"] if sent else []
+        words += [f"to read their dumps: {self._dumps.reader}"] if sent and self._dumps.reader else []
+        words += [f"{ranks_text(others)} without a handler (init_process_group sets one)"] if others else []
+        self._log("; ".join(words))
+
+    def _handle_signals(self) -> None:
+        if self._signals.dump_requested:
+            self._signals.dump_requested = False
+            self._request_dumps()
+        while self._signals.received:
+            number = self._signals.received.popleft()
+            now = time.monotonic()
+            if number == self.signal and now - self._signal_time < _REPEAT_SECONDS:
+                continue
+            self._interrupted = True
+            if number == self.signal or self.failed:
+                self._log(
+                    f"got {number.name} again: killing the workers" if self.signal else f"got {number.name}"
+                )
+                self._send(signal.SIGKILL)
+                continue
+            running = sum(worker.status is None for worker in self._workers)
+            self._log(f"got {number.name}; forwarding it to {running} workers")
+            self.signal, self._signal_time = number, now
+            self._pending_signals.clear()
+            self._send(number)
+            kill = now + self._options.shutdown_timeout
+            if number != signal.SIGTERM:
+                self._pending_signals.append((now + self._options.grace, signal.SIGTERM))
+                kill += self._options.grace
+            self._pending_signals.append((kill, signal.SIGKILL))
+
+    # --- the end of the job -----------------------------------------------------------------------------------
+
+    def _clean_up(self) -> None:
+        """Kill the processes that the workers have left, forward the last output, reap the workers."""
+        leaders = {worker.pid for worker in self._workers}
+        if all(worker.status is not None for worker in self._workers) and self._kill_time is None:
+            self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
+            if left := members(self._token, leaders):
+                for pid in left:
+                    kill_process(pid, signal.SIGTERM)
+                self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
+        for leader in leaders:
+            kill_group(leader, signal.SIGKILL)
+        kill_members(self._token, leaders, _KILL_SECONDS)
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while self._streams.open and time.monotonic() < deadline:
+            self._poll(0.05)
+        self._streams.close()
+        self._console.show_status("")
+        if self._files is not None:
+            self._files.close()
+        for worker in self._workers:
+            if worker.poll():
+                self._guard.forget(worker.pid)
+                worker.reap()
+
+    def _wait_for_leftovers(self, leaders: set[int], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._signals.received and members(self._token, leaders):
+            self._poll(0.02)
+
+    def report(self, first: Failure | None = None) -> None:
+        """Show what is left to show of the last attempt; ``first`` is the failure of the first, if there were more."""
+        reader = self._reader()
+        if self.failure is None or self.signal is not None:
+            self._show_tracebacks()
+            if reader:
+                self._log(f"the last calls of the ranks: {reader}")
+            if first is not None:
+                self._log(f"restarts: {self.number}; the first failure: {first.summary}")
+            return
+        self._show_failure(self.failure)
+        title = os.path.basename(self._options.target) or self._options.target
+        self._write(self.failure.report(title, reader, first))
+
+    def report_restart(self) -> None:
+        """Show the failure, and that all workers start again."""
+        assert self.failure is not None
+        self._show_failure(self.failure)
+        if reader := self._reader():
+            self._log(f"the last calls of the ranks: {reader}")
+        self._log(
+            f"{self.failure.summary}; restarting all {len(self._workers)} workers "
+            f"(restart {self.number + 1} of {self._options.max_restarts})"
+        )
+
+    def _show_failure(self, failure: Failure) -> None:
+        root = failure.root
+        if root.failure is not None and not root.failure.final:
+            self._tracebacks.add(root.rank, root.failure.traceback)
+        self._show_tracebacks(root.rank)
+        self._write(last_stderr_lines(root))
+
+    def _reader(self) -> str:
+        failed = any(worker.status for worker in self._workers) or self.signal is not None
+        return self._dumps.command(failed)
+
+    def _complete_logs(self) -> None:
+        """Append the tracebacks that the launcher prints for workers to the workers' log files."""
+        for worker in self._workers:
+            if worker.log is not None and worker.record is not None:
+                try:
+                    with open(worker.log, "a", encoding="utf-8", errors="backslashreplace") as log:
+                        log.write(worker.record.traceback)
+                except OSError as error:
+                    self._log(f"{worker.log}: {error.strerror}; it lacks the traceback")
+
+    def _log(self, text: str) -> None:
+        self._console.log(text)
+
+    def _write(self, text: str) -> None:
+        self._console.write_text(text)
+
+
+def _publish(job: LocalJob, worker: Worker) -> None:
+    """Store how a rank ended, for the errors of the ranks that report it as lost."""
+    cause = worker.failure.message if worker.failure is not None else ""
+    note = {"pid": worker.pid, "status": worker.status, "cause": cause}
+    try:
+        job.store.set(EXIT_KEY.format(rank=worker.rank), json.dumps(note))
+    except DistError as error:
+        log.debug("the store did not accept the end of rank %d: %s", worker.rank, error)

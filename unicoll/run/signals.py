@@ -1,0 +1,81 @@
+"""Signals to the launcher: their handlers queue them, and the main loop handles them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Collection
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from unicoll.errors import DistError
+
+
+class SignalQueue:
+    """The signals that end a launch, and SIGUSR1, which requests dumps, in the order of their arrival.
+
+    Before the first worker has started, a signal that ends the launch raises SystemExit(128 + N).
+
+    Attributes:
+        received: those that end the launch and are not handled yet.
+        dump_requested: SIGUSR1 has arrived.
+        started: a worker has been started.
+        early: the signal that came before.
+    """
+
+    def __init__(self, numbers: Collection[signal.Signals]) -> None:
+        self.received: deque[signal.Signals] = deque()
+        self.dump_requested = False
+        self.started = False
+        self.early: signal.Signals | None = None
+        self._numbers = frozenset(numbers)
+        self._previous: dict[signal.Signals, Any] = {}
+        self._read, self._write = socket.socketpair()
+        for end in (self._read, self._write):
+            end.setblocking(False)
+
+    def install(self) -> None:
+        """Set the handlers; DistError outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            raise DistError("the launcher handles signals and must run in the main thread")
+        for number in {*self._numbers, signal.SIGCHLD, signal.SIGUSR1}:
+            # Signals that are ignored at the start stay ignored: SIGHUP under nohup, SIGINT in the background.
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+
+    def close(self) -> None:
+        """Set the handlers that were there before."""
+        if self._previous:
+            signal.set_wakeup_fd(-1)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._read.close()
+        self._write.close()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable after a signal, or after :meth:`wake`."""
+        return self._read.fileno()
+
+    def clear(self) -> None:
+        """Make :meth:`fileno` unreadable until the next signal."""
+        with suppress(BlockingIOError):
+            self._read.recv(4096)
+
+    def wake(self) -> None:
+        """Make :meth:`fileno` readable, from any thread."""
+        with suppress(OSError):  # full: it is readable; closed: the launch has ended
+            self._write.send(b"\0")
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1 and number not in self._numbers:
+            self.dump_requested = True
+        elif number != signal.SIGCHLD and not self.started:
+            self.early = signal.Signals(number)
+            sys.exit(128 + number)  # nothing has been started, and the main loop may not be reached
+        elif number != signal.SIGCHLD:
+            self.received.append(signal.Signals(number))
