@@ -80,6 +80,20 @@ CRAY = env(
     PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 PMI_RANK=3 PMI_SIZE=4
     """
 )
+# jsrun: the PMIx server has the size, too
+JSRUN = env(
+    """
+    JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=2
+    PMIX_RANK=3 PMIX_NAMESPACE=1
+    """
+)
+# flux run -N2 -n4, in an instance that srun has started
+FLUX = SRUN | env(
+    """
+    FLUX_JOB_ID=f2WbJxQV FLUX_JOB_SIZE=4 FLUX_JOB_NNODES=2 FLUX_TASK_RANK=3 FLUX_TASK_LOCAL_ID=1
+    PMI_RANK=3 PMI_SIZE=4 PMI_FD=21
+    """
+)
 PALS = {name: value for name, value in CRAY.items() if name.startswith("PALS_")}
 
 
@@ -96,6 +110,8 @@ def found(environ: dict[str, str]) -> LaunchInfo:
         (TORCHRUN | {"UNICOLL_LAUNCHER": "1"}, "unicoll", (5, 8, 1, 4, 1)),
         ({"RANK": "1", "WORLD_SIZE": "3"}, "environment", (1, 3, None, None, None)),
         (OPENMPI_5, "openmpi", (1, 2, 1, 2, None)),
+        (JSRUN, "jsrun", (3, 4, 1, 2, None)),
+        (FLUX, "flux", (3, 4, 1, None, None)),
         (PRTERUN | {"PMIX_SIZE": "2"}, "pmix", (1, 2, None, None, None)),
         (MVAPICH2, "mvapich2", (3, 4, 3, 4, None)),
         (SRUN, "slurm", (4, 5, 0, 1, 2)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -168,11 +169,44 @@ def test_bad_arguments() -> None:
         spawn(lambda rank: None)
 
 
-def test_a_function_of_an_interactive_session_is_refused(folder: LaunchFolder) -> None:
-    source = "import unicoll\ndef work(rank): pass\nunicoll.spawn(work)"
-    done = folder.python("-c", source)
+SESSION = """
+import dataclasses, numpy as np, sys, unicoll as dist
+@dataclasses.dataclass
+class Factor:
+    value: float
+def make(offset):
+    def work(rank, factor):
+        dist.init_process_group()
+        x = np.array([factor.value * rank + offset])
+        dist.all_reduce(x)
+        print(rank, x, flush=True)
+        if offset > 1:
+            raise KeyError(factor)
+    return work
+
+dist.spawn(make(1), args=(Factor(10.0),), nprocs=2)
+"""
+"""Functions and classes as of a notebook's cells: in no file, one a closure."""
+
+
+def test_functions_of_an_interactive_session(folder: LaunchFolder) -> None:
+    pytest.importorskip("cloudpickle")
+    done = folder.python("-c", SESSION)
+    assert sorted(done.stdout.splitlines()) == ["0 [12.]", "1 [12.]"], done.stderr
+    done = folder.python("-c", SESSION.replace("make(1)", "make(2)"))
+    assert re.search(r"SpawnError: process [01] \(pid \d+\) failed:", done.stderr)
+    assert "KeyError: Factor(value=10.0)" in done.stderr
+
+
+def test_functions_of_an_interactive_session_need_cloudpickle(folder: LaunchFolder) -> None:
+    without = "import sys; sys.modules['cloudpickle'] = None\n"
+    done = folder.python("-c", without + SESSION)
     assert "DistArgumentError: spawn: fn is defined in an interactive session" in done.stderr
+    assert "install cloudpickle" in done.stderr
     assert "%%writefile" in done.stderr
+    imported = "import time, unicoll\nunicoll.spawn(time.sleep)"
+    done = folder.python("-c", without + imported)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.every(2)

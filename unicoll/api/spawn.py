@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -71,7 +72,8 @@ def spawn(
     that a child starts, outlives this process.
 
     Args:
-        fn: a picklable function: defined at the top level of a module, not in a notebook or interactive session.
+        fn: a picklable function: defined at the top level of a module. In a notebook, an interactive session or
+            ``python -c`` it may be any function that the package cloudpickle can pickle, if that is installed.
         args: its further arguments, pickled too.
         nprocs: number of processes.
         join: wait for all of them; otherwise return immediately.
@@ -84,31 +86,55 @@ def spawn(
     Raises:
         SpawnError: (with ``join``) a process failed; for the first failure.
         DistArgumentError: ``nprocs`` is below 1, ``start_method`` is not ``"spawn"``, or ``fn`` is defined in an
-            interactive session.
+            interactive session and cloudpickle is not installed.
         DistTypeError: ``fn`` is not callable.
     """
     if not callable(fn):
         raise DistTypeError(f"spawn: fn must be a function, not {type(fn).__name__}")
-    main = sys.modules["__main__"]
-    if (
-        getattr(fn, "__module__", None) == "__main__"
-        and main.__spec__ is None
-        and not hasattr(main, "__file__")
-    ):
-        raise DistArgumentError(
-            "spawn: fn is defined in an interactive session, from which new processes cannot import it; define it in a"
-            " file and import it from there (a notebook's cell that begins with %%writefile work.py writes one)"
-        )
     nprocs = as_integer("spawn: nprocs", nprocs)
     if nprocs < 1:
         raise DistArgumentError(f"spawn: nprocs must be at least 1, not {nprocs}")
     if start_method != "spawn":
         raise DistArgumentError(f"spawn: start_method must be 'spawn', not {start_method!r}")
-    context = ProcessContext(fn, tuple(args), nprocs, daemon)
+    context = ProcessContext(_call(fn, tuple(args)), nprocs, daemon)
     if not join:
         return context
     context.join()
     return None
+
+
+class _Call(NamedTuple):
+    """The function that the processes run, and its arguments after the rank."""
+
+    fn: Callable[..., object]
+    args: tuple[Any, ...]
+
+
+class _PickledCall(NamedTuple):
+    """A call that is pickled as ``data``, and unpickled as the :class:`_Call` in it."""
+
+    data: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self.data,)
+
+
+def _call(fn: Callable[..., object], args: tuple[Any, ...]) -> Any:
+    """What is given to the new processes, which cannot import the functions and classes of an interactive session."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None or hasattr(main, "__file__"):
+        return _Call(fn, args)
+    try:
+        import cloudpickle
+    except ImportError:
+        if getattr(fn, "__module__", None) != "__main__":
+            return _Call(fn, args)
+        raise DistArgumentError(
+            "spawn: fn is defined in an interactive session, from which new processes cannot import it; install "
+            "cloudpickle, or define fn in a file and import it from there (a notebook's cell that begins with "
+            "%%writefile work.py writes one)"
+        ) from None
+    return _PickledCall(cloudpickle.dumps(_Call(fn, args)))
 
 
 class ProcessContext:
@@ -118,7 +144,7 @@ class ProcessContext:
         processes: ``multiprocessing.Process`` objects, by rank.
     """
 
-    def __init__(self, fn: Callable[..., object], args: tuple[Any, ...], nprocs: int, daemon: bool) -> None:
+    def __init__(self, call: _Call, nprocs: int, daemon: bool) -> None:
         self.processes: list[SpawnProcess] = []
         self._token = job_token()
         self._scratch = tempfile.mkdtemp(prefix="unicoll_spawn_")
@@ -131,18 +157,16 @@ class ProcessContext:
             self._guard = Guard(self._token, self._scratch)
             resource_tracker.ensure_running()  # now: later it would inherit the job's token and end with the job
             for rank in range(nprocs):
-                self._start(rank, nprocs, fn, args, daemon)
+                self._start(rank, nprocs, call, daemon)
         except BaseException:
             self._kill_all()
             raise
 
-    def _start(
-        self, rank: int, nprocs: int, fn: Callable[..., object], args: tuple[Any, ...], daemon: bool
-    ) -> None:
+    def _start(self, rank: int, nprocs: int, call: _Call, daemon: bool) -> None:
         # A child's death signal is sent when the thread that started it ends, so only the main thread can be used.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         process = multiprocessing.get_context("spawn").Process(
-            target=_run, args=(parent, fn, rank, args), daemon=daemon, name=f"unicoll-spawn-{rank}"
+            target=_run, args=(parent, call, rank), daemon=daemon, name=f"unicoll-spawn-{rank}"
         )
         assert self._job is not None
         environment = _environment(rank, nprocs, self._job)
@@ -266,12 +290,12 @@ class _Failure(NamedTuple):
         return SpawnError(text, rank=self.rank, pid=self.pid, exitcode=self.exitcode)
 
 
-def _run(parent: int | None, fn: Callable[..., object], rank: int, args: tuple[Any, ...]) -> None:
+def _run(parent: int | None, call: _Call, rank: int) -> None:
     """Run the function in the child process."""
     if parent is not None:
         worker_main.die_with(parent)
     try:
-        fn(rank, *args)
+        call.fn(rank, *call.args)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)  # Ctrl-C also interrupts the parent, which reports it
     except SystemExit as error:

@@ -109,6 +109,22 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         mpi=True,
     ),
     LauncherRow(
+        "jsrun",  # with Spectrum MPI it sets Open MPI's variables, too
+        rank="JSM_NAMESPACE_RANK",
+        size=("JSM_NAMESPACE_SIZE",),
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
+        mpi=True,
+    ),
+    LauncherRow(
+        "flux",  # before Slurm, which may have started Flux itself, and PMI, which Flux provides
+        rank="FLUX_TASK_RANK",
+        size=("FLUX_JOB_SIZE",),
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        job=("FLUX_JOB_ID",),
+        mpi=True,
+    ),
+    LauncherRow(
         "pmix",
         rank="PMIX_RANK",
         size=("PMIX_SIZE",),
