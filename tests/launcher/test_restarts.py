@@ -6,11 +6,13 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launcher.launching import LaunchFolder, all_gone, wait_until
+from unicoll.run.workers import _bound_to
 
 FAILS = """
     import os, sys
@@ -36,8 +38,10 @@ def fails(folder: LaunchFolder, failures: int) -> str:
 def test_all_workers_are_restarted_until_they_succeed(folder: LaunchFolder) -> None:
     done = folder.launch("-n", "3", "--max-restarts=3", "--log-dir=logs", fails(folder, 2))
     assert done.returncode == 0, done.stderr
-    expected = [f"[default{rank}]:{attempt} {rank} [3.] 3" for attempt in range(3) for rank in range(3)]
-    assert sorted(done.stdout.splitlines()) == sorted(expected)
+    shown = {f"[default{rank}]:{attempt} {rank} [3.] 3" for attempt in range(3) for rank in range(3)}
+    lines = done.stdout.splitlines()
+    assert len(set(lines)) == len(lines)
+    assert {f"[default{rank}]:2 {rank} [3.] 3" for rank in range(3)} <= set(lines) <= shown
     lines = [line for line in done.stderr.splitlines() if line.startswith("unicoll.run: ")]
     trace = re.escape(str(folder.path / "logs")) + r"/none_\w+/trace"
     patterns = [
@@ -75,21 +79,37 @@ def test_the_last_report_has_the_first_failure(folder: LaunchFolder) -> None:
     assert float(message["extraInfo"]["timestamp"]) > 1e9
 
 
-def test_without_restarts_the_launchers_error_file_has_the_exception(folder: LaunchFolder) -> None:
-    """A scheduler reads it. The program of a worker that starts a launcher has not ended with it."""
-    inner = folder.script("raise KeyError('inner')", "inner.py")
+def test_the_launchers_error_file_has_the_exception(folder: LaunchFolder) -> None:
+    script = folder.script("import os\nif os.environ['RANK'] == '1': raise KeyError('the cause')")
+    error_file = folder.path / "error.json"
+    done = folder.launch("-n", "2", script, TORCHELASTIC_ERROR_FILE=str(error_file))
+    assert done.returncode == 1
+    message = json.loads(error_file.read_text())["message"]
+    assert (message["message"], message["errorCode"]) == ("KeyError: 'the cause'", 1)
+    assert message["extraInfo"]["py_callstack"].startswith("Traceback (most recent call last):")
+
+
+def test_a_failed_launch_that_a_worker_handles_is_no_failure_of_the_worker(folder: LaunchFolder) -> None:
+    inner = folder.script("raise KeyError('handled')", "inner.py")
     outer = folder.script(
         f"""
         import os, subprocess, sys, time
-        done = subprocess.run([sys.executable, "-m", "unicoll.run", "-n", "2", {inner!r}], capture_output=True)
-        time.sleep(2.5)  # longer than between the launcher's two looks for programs that have failed
-        print("goes on after", done.returncode, os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]))
+        if os.environ["RANK"] == "0":
+            command = [sys.executable, "-m", "unicoll.run", "-n", "2", {inner!r}]
+            subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            open("handled", "w").close()
+            time.sleep(600)
+        while not os.path.exists("handled"):
+            time.sleep(0.01)
+        raise ValueError("the cause")
         """,
         "outer.py",
     )
-    done = folder.launch("-n", "2", outer)
-    assert sorted(done.stdout.splitlines()) == [f"[default{r}]:goes on after 1 True" for r in range(2)]
-    assert done.returncode == 0, done.stderr
+    done = folder.launch("-n", "2", "--grace=0.1", outer)
+    assert done.returncode == 1
+    assert "handled')" not in done.stderr
+    root = done.stderr[done.stderr.index("Root Cause") :]
+    assert re.search(r"rank      : 1 .*ValueError: the cause", root, re.S), done.stderr
 
 
 KEEPS_PROCESSES = """
@@ -100,8 +120,8 @@ KEEPS_PROCESSES = """
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         names = {f"pid.{attempt}.{rank}": os.getpid(), f"pid.{attempt}.{rank}.child": child.pid}
         for name, pid in names.items():
-            pathlib.Path(name + ".new").write_text(f"{pid}\\n")
-            os.rename(name + ".new", name)
+            pathlib.Path("new." + name).write_text(f"{pid}\\n")
+            os.rename("new." + name, name)
         while len(list(pathlib.Path().glob("pid.0.*"))) < 4:
             time.sleep(0.01)
         if rank == 1:
@@ -118,7 +138,7 @@ KEEPS_PROCESSES = """
 
 
 def test_nothing_of_an_attempt_runs_when_the_next_starts(folder: LaunchFolder) -> None:
-    """Also a child that has left the session, and a worker that ignores SIGTERM; one of each is in no call."""
+    """Also no child that has left the session, and no worker that ignores SIGTERM."""
     script = folder.script(KEEPS_PROCESSES)
     done = folder.launch("-n", "2", "--max-restarts=1", "--grace=0.1", "--shutdown-timeout=0.2", script)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -147,6 +167,33 @@ def test_a_signal_ends_the_launch_in_a_later_attempt(folder: LaunchFolder, numbe
         assert b"restarts: 1; the first failure: rank" in err
         assert b"restart 2" not in err
     assert len(list(folder.path.glob("pid.*"))) == 2
+
+
+def test_a_signal_during_the_clean_up_prevents_the_restart(folder: LaunchFolder) -> None:
+    """A child in a session of its own ignores SIGTERM, for which the launcher waits a second."""
+    script = folder.script(
+        """
+        import os, pathlib, signal, subprocess, sys, time
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            signal.signal(signal.SIGTERM, lambda *arguments: pathlib.Path("pid.stopping").write_text("1\\n"))
+            pathlib.Path("ready").touch()
+            while True:
+                time.sleep(0.1)
+        while not os.path.exists("ready"):
+            time.sleep(0.01)
+        os._exit(3)
+        """
+    )
+    process = folder.start("--max-restarts=5", script)
+    folder.pids(1)
+    process.send_signal(signal.SIGTERM)
+    _out, err = process.communicate()
+    assert process.returncode == 3, err
+    assert b"got SIGTERM" in err
+    assert b"work.py FAILED" in err
+    assert b"restarting" not in err
 
 
 def test_a_signal_while_the_workers_of_a_failure_end_prevents_the_restart(folder: LaunchFolder) -> None:
@@ -206,10 +253,83 @@ def test_copies_of_lines_and_one_gpu_for_each_worker(folder: LaunchFolder) -> No
     assert (attempt / "1" / "stderr.log").read_text() == "an error\na warning, no loss\n"
 
 
-def test_a_worker_is_bound_to_cpus_and_the_launcher_is_not(folder: LaunchFolder) -> None:
-    script = folder.script("import os; print(sorted(os.sched_getaffinity(0)), os.getppid())")
-    done = folder.launch("--numa-binding=exclusive", "--no-prefix", "-n", "1", script)
-    if "/sys/" in done.stderr:
-        pytest.skip(done.stderr)  # the machine is not described there
+def test_the_copies_have_tracebacks_and_the_last_state_of_a_progress_bar(folder: LaunchFolder) -> None:
+    """The texts are not searched in the prefix."""
+    script = folder.script(
+        """
+        import sys
+        for i in range(4):
+            print("step", i, end="\\r", flush=True)
+        print("step done")
+        print("default")
+        raise KeyError("the Error")
+        """
+    )
+    filters = ["--duplicate-stdout-filters=step,0", "--duplicate-stderr-filters=KeyError"]
+    done = folder.launch("-n", "2", "--log-dir=logs", "--local-ranks-filter=0", *filters, script)
+    assert done.returncode == 1
+    (attempt,) = Path(folder.path, "logs").glob("*/attempt_0")
+    assert sorted((attempt / "filtered_stdout.log").read_text().splitlines()) == [
+        "[default0]:step done",
+        "[default1]:step done",
+    ]
+    assert sorted((attempt / "filtered_stderr.log").read_text().splitlines()) == [
+        '[default0]:    raise KeyError("the Error")',
+        "[default0]:KeyError: 'the Error'",
+        '[default1]:    raise KeyError("the Error")',
+        "[default1]:KeyError: 'the Error'",
+    ]
+
+
+def test_dumps_of_each_attempt_are_in_the_users_directory(folder: LaunchFolder) -> None:
+    traces = folder.path / "traces"
+    done = folder.launch("-n", "2", "--max-restarts=2", fails(folder, 2), UNICOLL_TRACE_DIR="traces")
     assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout.rpartition(" ")[0])) <= os.sched_getaffinity(0)
+    assert (traces / "rank_0.json").exists()
+    assert (traces / "attempt_1" / "rank_0.json").exists()
+    assert "python -m unicoll.trace traces/attempt_1" in done.stderr
+
+
+def test_an_attempt_that_cannot_start_ends_the_launch_with_the_first_failure(folder: LaunchFolder) -> None:
+    script = folder.script("import os; os.unlink('python'); raise KeyError('the cause')")
+    (folder.path / "python").symlink_to(sys.executable)
+    error_file = folder.path / "error.json"
+    done = folder.launch(
+        "--max-restarts=3", script, PYTHON_EXEC="./python", TORCHELASTIC_ERROR_FILE=str(error_file)
+    )
+    assert done.returncode == 1
+    assert "restarts: 1; the first failure: rank 0: KeyError: 'the cause'" in done.stderr
+    assert done.stderr.endswith("unicoll.run: error: [Errno 2] No such file or directory: './python'\n")
+    assert json.loads(error_file.read_text())["message"]["message"] == "KeyError: 'the cause'"
+
+
+def test_workers_are_bound_to_cpus_and_the_launcher_is_not(folder: LaunchFolder) -> None:
+    script = folder.script(
+        "import os; print(sorted(os.sched_getaffinity(0)), sorted(os.sched_getaffinity(os.getppid())), sep='|')"
+    )
+    own = os.sched_getaffinity(0)
+    ranks = min(2, len(own))
+    done = folder.launch("--numa-binding=exclusive", "--no-prefix", "-n", str(ranks), script)
+    if "/sys/" in done.stderr or "cores for" in done.stderr:
+        pytest.skip(done.stderr)  # the machine is not described there, or has one core
+    assert done.returncode == 0, done.stderr
+    bound = []
+    for line in done.stdout.splitlines():
+        worker, launcher = (set(json.loads(part)) for part in line.split("|"))
+        assert worker <= own
+        assert launcher == own
+        bound.append(worker)
+    assert len(bound) == ranks
+    assert ranks == 1 or not bound[0] & bound[1]
+
+
+def test_an_impossible_binding_names_the_flag() -> None:
+    before = os.sched_getaffinity(0)
+    with (
+        pytest.raises(OSError, match=r"rank 3 cannot be bound to the CPUs \[999\]: Invalid"),
+        _bound_to({999}, "rank 3"),
+    ):
+        pass
+    with pytest.raises(KeyError), _bound_to({min(before)}, "rank 3"):
+        raise KeyError(os.sched_getaffinity(0))
+    assert os.sched_getaffinity(0) == before

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -305,15 +306,22 @@ def test_prompts_show_on_a_terminal(folder: LaunchFolder) -> None:
         """
         import os, time
         if os.environ["RANK"] == "0":
-            time.sleep(1.5)  # the launcher shows its line after a second
+            while not os.path.exists("shown"):
+                time.sleep(0.01)
             print("hello", input("name? "))
         """
     )
     terminal, worker_end = os.openpty()
+    # its terminal, as in a shell's foreground
+    wrapper = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "sys.argv[0] = sys.executable; os.execv(sys.executable, sys.argv)"
+    )
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "unicoll.run", "--nproc-per-node=2", script],
+        [sys.executable, "-c", wrapper, "-m", "unicoll.run", "--nproc-per-node=2", script],
         cwd=folder.path,
-        env=environment(),
+        env=environment(TERM="linux"),
+        start_new_session=True,
         stdin=worker_end,
         stdout=worker_end,
         stderr=worker_end,
@@ -324,12 +332,13 @@ def test_prompts_show_on_a_terminal(folder: LaunchFolder) -> None:
 
     def shows(text: bytes) -> bool:
         nonlocal shown
-        if text not in shown:
+        if text not in shown and select.select([terminal], [], [], 0)[0]:
             shown += os.read(terminal, 1000)
         return text in shown
 
     try:
-        wait_until(lambda: shows(b"unicoll.run: 1 of 2 workers running"))
+        wait_until(lambda: shows(b"unicoll.run: 1/2 workers running"))
+        (folder.path / "shown").touch()
         wait_until(lambda: shows(b"\r\x1b[K[default0]:name? "))
         os.write(terminal, b"Ada\n")
         wait_until(lambda: shows(b"[default0]:name? hello Ada"))
@@ -667,7 +676,7 @@ def test_an_error_names_the_root_cause(
         (["--nnodes=2", "--rdzv-backend=c10d", "work.py"], "--rdzv-backend c10d"),
         (["--rdzv-backend=etcd", "work.py"], "--rdzv-backend etcd"),
         (["--numa-binding=core", "work.py"], "none of node, socket, exclusive, core-complex"),
-        (["--numa-binding=exclusive", "-n", "999", "work.py"], "cores for 999 workers"),
+        (["--numa-binding=exclusive", "-n", "9999", "work.py"], "--numa-binding"),
         (
             ["--virtual-local-rank", "-n", "2", "CUDA_VISIBLE_DEVICES=0", "work.py"],
             "CUDA_VISIBLE_DEVICES=0 has 1",

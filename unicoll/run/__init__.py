@@ -14,13 +14,13 @@ It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
   ranks, one second after the first rank has it or at the end of the job; the summary, with the first failure, is
   last. The exit code is that of the first failing rank, 128 + N for signal N.
 - **Restarts.** With ``--max-restarts``, on one node, all workers are started again after a failure, with
-  TORCHELASTIC_RESTART_COUNT, a new secret and a new store, once no process of the attempt before is left. The end of
+  TORCHELASTIC_RESTART_COUNT and a new store, once no process of the attempt before is left. The end of
   the job names the first failure of the first attempt; the exit code is that of the last.
 - **No orphans.** No process that a worker has started outlives the job, even if the launcher is killed by
   SIGKILL; see ``unicoll.run.process_cleanup`` for how a job's processes are identified, and how one may leave the job.
 - **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the workers' process groups and end the
-  job with 128 + N; a second Ctrl-C kills at once. SIGUSR1 is sent to the workers that handle it: ranks write the
-  flight recorder's dump. A signal that is ignored when the launcher starts (nohup) stays ignored.
+  job with 128 + N, without a restart; a second Ctrl-C kills at once. SIGUSR1 is sent to the workers that handle it:
+  ranks write the flight recorder's dump. A signal that is ignored when the launcher starts (nohup) stays ignored.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from unicoll.run.dump_directory import remove_old_dumps
 from unicoll.run.failure import Failure
 from unicoll.run.job import job_token
 from unicoll.run.output import Console
-from unicoll.run.process_cleanup import Guard
+from unicoll.run.process_cleanup import JOB_VARIABLE, Guard
 from unicoll.run.signals import SignalQueue
 from unicoll.run.workers import LogFiles, open_files
 
@@ -27,7 +27,6 @@ class Agent:
         self._options = options
         self._signals = SignalQueue(options.signals)
         self._console = Console(self._signals.wake)
-        self._by_signal = False
 
     def run(self) -> int:
         """Run the job; returns the exit code. OSError or DistError if it cannot be started."""
@@ -72,6 +71,7 @@ class Agent:
                 attempt.run()
             except BaseException:
                 attempt.report(first)
+                self._write_error_file(attempt.failure or last)
                 raise
             if number == self._options.max_restarts or not attempt.may_restart:
                 break
@@ -80,14 +80,20 @@ class Agent:
             first = first or last
             number += 1
         attempt.report(first)
-        self._by_signal = attempt.signal is not None
-        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # of the launcher itself, as torchrun's
-        if error_file and attempt.failure is not None:
+        self._write_error_file(attempt.failure)
+        return attempt.exit_code
+
+    def _write_error_file(self, failure: Failure | None) -> None:
+        """Write the failure to the launcher's own error file, as torchrun does.
+
+        Not in a job of unicoll: the file belongs to a worker that has started this launcher, and may go on.
+        """
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if error_file and failure is not None and JOB_VARIABLE not in os.environ:
             try:
-                attempt.failure.write(error_file)
+                failure.write(error_file)
             except OSError as error:
                 self._console.log(f"TORCHELASTIC_ERROR_FILE={error_file}: {error.strerror}")
-        return attempt.exit_code
 
     def _warn_without_secret(self) -> None:
         if "UNICOLL_SECRET" not in os.environ and "UNICOLL_SECRET_FILE" not in os.environ:
@@ -101,5 +107,5 @@ class Agent:
     def _close_output(self) -> None:
         deadline = time.monotonic() + _OUTPUT_SECONDS
         self._console.close(
-            lambda: bool(self._signals.received) or (self._by_signal and time.monotonic() > deadline)
+            lambda: bool(self._signals.received) or (self._signals.seen and time.monotonic() > deadline)
         )

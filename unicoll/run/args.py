@@ -7,6 +7,7 @@ sentence; a flag without effect for this launcher (``--start-method``, ``--rdzv-
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -274,24 +275,24 @@ def _rank_set(text: str) -> frozenset[int] | None:
 
 
 def _devices(nproc: int) -> dict[int, str]:
-    """CUDA_VISIBLE_DEVICES of each local rank: one device of those that this process sees."""
+    """CUDA_VISIBLE_DEVICES of each local rank: one device of those that this process sees, if it sees one."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = (
-        [str(i) for i in range(nproc)]
-        if given is None
-        else [d.strip() for d in given.split(",") if d.strip()]
-    )
+    if given is None:
+        return {i: str(i) for i in range(nproc)}
+    devices = [device.strip() for device in given.split(",")]
+    visible = list(itertools.takewhile(lambda device: device not in ("", "-1"), devices))  # as CUDA reads it
+    if not visible:
+        return dict.fromkeys(range(nproc), given)
     if len(visible) < nproc:
         raise ValueError(
             f"--virtual-local-rank: {nproc} workers need a GPU each; CUDA_VISIBLE_DEVICES={given} has {len(visible)}"
         )
-    return dict(zip(range(nproc), visible, strict=False))
+    return dict(enumerate(visible[:nproc]))
 
 
 def _texts(text: str) -> tuple[str, ...]:
     """Texts separated by commas; two commas are one in a text."""
-    parts = re.split(r"(?<!,),(?!,)", text)
-    return tuple(part.replace(",,", ",") for part in parts if part)
+    return tuple(part.replace(",,", ",") for part in re.findall(r"(?:[^,]|,,)+", text))
 
 
 def _seconds(flag: str, value: float, least: float = 0.0) -> float:

@@ -9,6 +9,7 @@ import selectors
 import signal
 import time
 from collections import deque
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from unicoll.errors import DistError
@@ -17,9 +18,9 @@ from unicoll.net.formatting import ranks_text
 from unicoll.net.signal_handlers import is_caught
 from unicoll.run.args import LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
-from unicoll.run.failure import Failure, last_stderr_lines
+from unicoll.run.failure import Failure, last_stderr_lines, root_cause
 from unicoll.run.job import EXIT_KEY, LocalJob, job_variable
-from unicoll.run.output import Console, OutputPipes
+from unicoll.run.output import Console, OutputPipe, OutputPipes
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
 from unicoll.run.signals import SignalQueue
 from unicoll.run.tracebacks import ExceptionRecord, Tracebacks, read_record
@@ -60,7 +61,12 @@ class Attempt:
     """
 
     def __init__(self, launch: Launch, number: int, last_failure: Failure | None) -> None:
-        self._options, self._token, self._logs, self._console, self._signals, self._guard = launch
+        self._options = launch.options
+        self._token = launch.token
+        self._logs = launch.logs
+        self._console = launch.console
+        self._signals = launch.signals
+        self._guard = launch.guard
         self.number = number
         self.failed: list[Worker] = []
         self.signal: signal.Signals | None = None
@@ -70,6 +76,7 @@ class Attempt:
         self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signal_time = 0.0
         self._interrupted = False  # a signal that ends the launch has arrived
+        self._left: list[int] = []  # processes that did not end
         self._stopping_since: float | None = None  # wall clock of the first signal to the workers
         self._kill_time: float | None = None
         self._hang_check = 0.0
@@ -84,25 +91,25 @@ class Attempt:
 
     def run(self) -> None:
         """Start the workers and wait for them. OSError or DistError if they cannot be started."""
-        job: LocalJob | None = None
-        try:
-            job = LocalJob(os.environ, self._options.master_port) if self._options.nnodes == 1 else None
+        with ExitStack() as at_end:
+            at_end.callback(self._determine_failure)
+            at_end.callback(self._selector.close)
+            job: LocalJob | None = None
+            if self._options.nnodes == 1:
+                job = LocalJob(os.environ, self._options.master_port)
+                at_end.callback(job.close)
+            at_end.callback(self._clean_up)
             self._start(job)
             self._wait_for_workers(job)
-        finally:
-            self._clean_up()
-            if job is not None:
-                job.close()
-            self._selector.close()
-            self._complete_logs()
-            if self.failed:
-                self.failure = Failure(self._workers, self.failed, self._logs.kept)
+
+    def _determine_failure(self) -> None:
+        if self.failed:
+            self.failure = Failure(self._workers, self.failed, self._logs.kept)
 
     @property
     def may_restart(self) -> bool:
-        """True if a worker has failed, all have ended, and no signal has arrived that ends the launch."""
-        ended = all(worker.status is not None for worker in self._workers)
-        return bool(self.failed) and ended and not self._interrupted and not self._signals.received
+        """True if a worker has failed, no process is left, and no signal has arrived that ends the launch."""
+        return bool(self.failed) and not self._left and not self._interrupted
 
     @property
     def exit_code(self) -> int:
@@ -123,6 +130,8 @@ class Attempt:
         environment = shared_environment(options, self.number, os.environ, added)
         self._files = files = AttemptFiles(options, self._logs, self.number, self._console)
         for local_rank in range(options.nproc):
+            if self._signals.received:
+                break
             self._signals.started = True
             worker = start_worker(options, local_rank, environment, files, self._console, self._streams)
             self._guard.watch(worker.pid)
@@ -131,6 +140,7 @@ class Attempt:
     # --- the main loop ----------------------------------------------------------------------------------------
 
     def _wait_for_workers(self, job: LocalJob | None) -> None:
+        self._handle_signals()  # there may be no worker
         while any(worker.status is None for worker in self._workers):
             self._poll(self._poll_timeout())
             self._handle_signals()
@@ -144,24 +154,21 @@ class Attempt:
                 self._show_tracebacks()
             self._send_due_signals()
             if self._kill_time is not None and time.monotonic() > self._kill_time + _KILL_SECONDS:
-                stuck = [worker.pid for worker in self._workers if worker.status is None]
-                self._log(f"processes {stuck} do not end after SIGKILL; no longer waiting for them")
                 return
 
     def _show_status(self) -> None:
         """Show how many workers run, the restarts and the last failure, unless a single one has the terminal."""
-        if len(self._workers) == 1 or time.monotonic() < self._status_time:
-            return
         running = sum(worker.status is None for worker in self._workers)
-        text = f"{running} of {len(self._workers)} workers running"
-        if self._options.nnodes > 1:
-            text = f"node {self._options.node_rank}: {text}"
+        if len(self._workers) == 1 or not running or time.monotonic() < self._status_time:
+            return
+        text = f"node {self._options.node_rank}: " if self._options.nnodes > 1 else ""
+        text += f"{running}/{len(self._workers)} workers running"
         if self.number:
-            text += f", restart {self.number} of {self._options.max_restarts}"
+            text += f", restart {self.number}/{self._options.max_restarts}"
         if self.failed:
-            text += f"; rank {self.failed[0].rank} has failed"
+            text += f"; rank {root_cause(self.failed).rank} has failed"
         elif self._last_failure is not None:
-            text += f"; last failure: {self._last_failure.summary}"
+            text += f"; {self._last_failure.summary}"
         self._console.show_status(text)
 
     def _poll_timeout(self) -> float:
@@ -223,7 +230,7 @@ class Attempt:
 
     def _show_tracebacks(self, last: int | None = None) -> None:
         self._show_time = math.inf
-        self._write(self._tracebacks.take(last))
+        self._console.write_text(self._tracebacks.take(last))
 
     def _schedule_stop(self) -> None:
         """After the first failure: a grace period for the others to fail by themselves, then SIGTERM, then SIGKILL."""
@@ -263,7 +270,7 @@ class Attempt:
         words += [f"sent it to {ranks_text(sent)}"] if sent else []
         words += [f"to read their dumps: {self._dumps.reader}"] if sent and self._dumps.reader else []
         words += [f"{ranks_text(others)} without a handler (init_process_group sets one)"] if others else []
-        self._log("; ".join(words))
+        self._console.log("; ".join(words))
 
     def _handle_signals(self) -> None:
         if self._signals.dump_requested:
@@ -276,13 +283,15 @@ class Attempt:
                 continue
             self._interrupted = True
             if number == self.signal or self.failed:
-                self._log(
+                self._console.log(
                     f"got {number.name} again: killing the workers" if self.signal else f"got {number.name}"
                 )
                 self._send(signal.SIGKILL)
                 continue
             running = sum(worker.status is None for worker in self._workers)
-            self._log(f"got {number.name}; forwarding it to {running} workers")
+            self._console.log(
+                f"got {number.name}; forwarding it to {running} workers" if running else f"got {number.name}"
+            )
             self.signal, self._signal_time = number, now
             self._pending_signals.clear()
             self._send(number)
@@ -305,14 +314,20 @@ class Attempt:
                 self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
         for leader in leaders:
             kill_group(leader, signal.SIGKILL)
-        kill_members(self._token, leaders, _KILL_SECONDS)
+        self._left = kill_members(self._token, leaders, _KILL_SECONDS)
+        if self._left:
+            self._console.log(f"processes {self._left} do not end after SIGKILL; no longer waiting for them")
         deadline = time.monotonic() + _DRAIN_SECONDS
         while self._streams.open and time.monotonic() < deadline:
             self._poll(0.05)
         self._streams.close()
+        self._complete_logs()
         self._console.show_status("")
         if self._files is not None:
             self._files.close()
+        while self._signals.received:
+            self._interrupted = True
+            self._console.log(f"got {self._signals.received.popleft().name}")
         for worker in self._workers:
             if worker.poll():
                 self._guard.forget(worker.pid)
@@ -325,25 +340,22 @@ class Attempt:
 
     def report(self, first: Failure | None = None) -> None:
         """Show what is left to show of the last attempt; ``first`` is the failure of the first, if there were more."""
-        reader = self._reader()
         if self.failure is None or self.signal is not None:
             self._show_tracebacks()
-            if reader:
-                self._log(f"the last calls of the ranks: {reader}")
+            self._log_reader()
             if first is not None:
-                self._log(f"restarts: {self.number}; the first failure: {first.summary}")
+                self._console.log(f"restarts: {self.number}; the first failure: {first.summary}")
             return
         self._show_failure(self.failure)
         title = os.path.basename(self._options.target) or self._options.target
-        self._write(self.failure.report(title, reader, first))
+        self._console.write_text(self.failure.report(title, self._reader(), first))
 
     def report_restart(self) -> None:
         """Show the failure, and that all workers start again."""
         assert self.failure is not None
         self._show_failure(self.failure)
-        if reader := self._reader():
-            self._log(f"the last calls of the ranks: {reader}")
-        self._log(
+        self._log_reader()
+        self._console.log(
             f"{self.failure.summary}; restarting all {len(self._workers)} workers "
             f"(restart {self.number + 1} of {self._options.max_restarts})"
         )
@@ -353,27 +365,29 @@ class Attempt:
         if root.failure is not None and not root.failure.final:
             self._tracebacks.add(root.rank, root.failure.traceback)
         self._show_tracebacks(root.rank)
-        self._write(last_stderr_lines(root))
+        self._console.write_text(last_stderr_lines(root))
+
+    def _log_reader(self) -> None:
+        if reader := self._reader():
+            self._console.log(f"the last calls of the ranks: {reader}")
 
     def _reader(self) -> str:
         failed = any(worker.status for worker in self._workers) or self.signal is not None
         return self._dumps.command(failed)
 
     def _complete_logs(self) -> None:
-        """Append the tracebacks that the launcher prints for workers to the workers' log files."""
+        """Append the tracebacks that the launcher prints for workers to the files that their stderr goes to."""
         for worker in self._workers:
-            if worker.log is not None and worker.record is not None:
+            if worker.record is None:
+                continue
+            if isinstance(worker.stderr, OutputPipe):
+                worker.stderr.copy_lines(worker.record.traceback)
+            if worker.log is not None:
                 try:
                     with open(worker.log, "a", encoding="utf-8", errors="backslashreplace") as log:
                         log.write(worker.record.traceback)
                 except OSError as error:
-                    self._log(f"{worker.log}: {error.strerror}; it lacks the traceback")
-
-    def _log(self, text: str) -> None:
-        self._console.log(text)
-
-    def _write(self, text: str) -> None:
-        self._console.write_text(text)
+                    self._console.log(f"{worker.log}: {error.strerror}; it lacks the traceback")
 
 
 def _publish(job: LocalJob, worker: Worker) -> None:

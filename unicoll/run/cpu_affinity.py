@@ -7,6 +7,7 @@ local ranks.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ BINDINGS = ("node", "socket", "exclusive", "core-complex")
 last-level cache."""
 
 
+@functools.cache
 def gpu_addresses() -> list[str]:
     """PCI addresses of the CUDA devices under CUDA_VISIBLE_DEVICES; empty without a driver.
 
@@ -35,9 +37,7 @@ def gpu_addresses() -> list[str]:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
-        raise ValueError(
-            "the CUDA driver did not reply within 60 s; use a number for --nproc-per-node"
-        ) from None
+        raise ValueError("the CUDA driver did not reply within 60 s") from None
     return answer.stdout.split() if answer.returncode == 0 else []
 
 

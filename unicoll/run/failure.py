@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from unicoll.net.formatting import ranks_text, signal_name
+from unicoll.net.formatting import printable, ranks_text, signal_name
 from unicoll.run.tracebacks import CONSEQUENCES, DETECTION_DELAY, describe_exit, keys
 from unicoll.run.workers import Worker
 
@@ -67,7 +67,7 @@ class Failure:
     these have not ended early.
 
     Attributes:
-        root: the worker that has failed first.
+        root: the failed worker that is the root cause, or whose error names it.
         exit_code: the launcher's; 128 + N for signal N.
         summary: the root cause in one line.
 
@@ -80,7 +80,7 @@ class Failure:
         self.root = root = root_cause(failures)
         status = _status(root)
         self.exit_code = status if status >= 0 else 128 - status
-        self.summary = f"rank {root.rank}: {_first_line(_cause(root))}"
+        self.summary = printable(f"rank {root.rank}: {_first_line(_cause(root))}")
         self._failures = failures
         self._stopped = [worker.rank for worker in workers if worker.stopped]
         self._culprit = _named(workers, failures, root)
@@ -147,7 +147,7 @@ def _entry(worker: Worker, keeps_files: bool) -> list[str]:
 
 
 def _named(workers: Sequence[Worker], failures: Sequence[Worker], root: Worker) -> Worker | None:
-    """The worker that the error of ``root`` blames, if it has not failed itself; see :func:`report`."""
+    """The worker that the error of ``root`` blames, if it has not failed itself; see :class:`Failure`."""
     named = root.failure.named if root.failure is not None else ()
     found = next((worker for worker in workers if worker.rank in named and worker not in failures), None)
     if found is None or found.stopped or found.status is None:

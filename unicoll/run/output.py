@@ -124,10 +124,7 @@ class Console:
         With ``is_state``, on a terminal: an unfinished line, shown below all others until ``owner`` writes again.
         """
         if data:
-            with self._changed:
-                self._queue.append(_Output(fd, data, owner, is_state))
-                self._backlog += len(data)
-                self._changed.notify()
+            self._enqueue(_Output(fd, data, owner, is_state))
 
     def write_text(self, text: str) -> None:
         """Queue whole lines of the launcher for standard error."""
@@ -138,13 +135,27 @@ class Console:
         self.write_text(f"unicoll.run: {text}\n")
 
     def show_status(self, text: str) -> None:
-        """On a terminal: the launcher's state in one line, shown below all others; none if empty."""
-        text = f"unicoll.run: {text}" if text else ""
-        if 2 in self.terminals and text != self._status_text:
+        """On a terminal: the launcher's state in one line, shown below all others; none if empty.
+
+        Not in the background, where the terminal shows what the user types, and not if TERM is "dumb".
+        """
+        text = f"unicoll.run: {text}" if text and self._may_show_status() else ""
+        if text != self._status_text:
             self._status_text = text
-            with self._changed:
-                self._queue.append(_Output(2, text.encode("ascii", "backslashreplace"), self, True))
-                self._changed.notify()
+            self._enqueue(_Output(2, text.encode("ascii", "backslashreplace"), self, True))
+
+    def _may_show_status(self) -> bool:
+        try:
+            in_foreground = os.tcgetpgrp(2) == os.getpgrp()
+        except OSError:  # not this session's terminal
+            return False
+        return 2 in self.terminals and in_foreground and os.environ.get("TERM", "dumb") != "dumb"
+
+    def _enqueue(self, output: _Output) -> None:
+        with self._changed:
+            self._queue.append(output)
+            self._backlog += len(output.data)
+            self._changed.notify()
 
     def close(self, give_up: Callable[[], bool]) -> None:
         """Write the queued output and end the thread, unless ``give_up()`` returns True before."""
@@ -236,16 +247,22 @@ class LogFile:
 
 
 class LineCopies:
-    """A file of all workers' lines that have one of some texts."""
+    """A file of all workers' lines that have one of some texts.
+
+    Of a line with carriage returns, a progress bar, it has the text after the last one.
+    """
 
     def __init__(self, texts: Sequence[str], file: LogFile) -> None:
         self._texts = [os.fsencode(text) for text in texts]
         self._file = file
 
-    def write(self, lines: bytes) -> None:
-        """Copy those of some whole lines."""
+    def write(self, prefix: bytes, lines: bytes) -> None:
+        """Copy those of some whole lines, each after ``prefix``."""
         if any(text in lines for text in self._texts):
-            found = [line for line in lines.splitlines(True) if any(text in line for text in self._texts)]
+            shown = [
+                line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines.removesuffix(b"\n").split(b"\n")
+            ]
+            found = [prefix + line + b"\n" for line in shown if any(text in line for text in self._texts)]
             self._file.write(b"".join(found))
 
     def close(self) -> None:
@@ -278,6 +295,8 @@ class OutputPipe:
         self._lines = Lines(prefix)
         self._log = log
         self._copies = copies
+        self._copied = Lines()
+        self._prefix = prefix
         self._tail = bytearray()
         self._last_read = 0.0
         self._last_progress = 0.0
@@ -320,8 +339,10 @@ class OutputPipe:
             del self._tail[:-_TAIL_SIZE]
         if self._log is not None:
             self._log.write(data)
-        if self._target is not None or self._copies is not None:
-            self._write_lines(self._lines.feed(data))
+        if self._target is not None:
+            self._console.write(self._target, self._lines.feed(data), self)
+        if self._copies is not None:
+            self._copies.write(self._prefix, self._copied.feed(data))
         return len(data)
 
     def tick(self, now: float) -> None:
@@ -342,17 +363,19 @@ class OutputPipe:
         """Forward an unfinished last line and close everything."""
         if self.closed:
             return
-        self._write_lines(self._lines.finish())
+        if self._target is not None:
+            self._console.write(self._target, self._lines.finish(), self)
+        if self._copies is not None:
+            self._copies.write(self._prefix, self._copied.finish())
         os.close(self.fd)
         self.fd = -1
         if self._log is not None:
             self._log.close()
 
-    def _write_lines(self, lines: bytes) -> None:
-        if self._target is not None:
-            self._console.write(self._target, lines, self)
+    def copy_lines(self, text: str) -> None:
+        """Copy those of some lines that are not read from the pipe."""
         if self._copies is not None:
-            self._copies.write(lines)
+            self._copies.write(self._prefix, text.encode("utf-8", "backslashreplace"))
 
 
 class OutputPipes:

@@ -24,13 +24,15 @@ class SignalQueue:
         received: those that end the launch and are not handled yet.
         dump_requested: SIGUSR1 has arrived.
         started: a worker has been started.
-        early: the signal that came before.
+        seen: a signal has arrived that ends the launch.
+        early: the signal that came before the first worker was started.
     """
 
     def __init__(self, numbers: Collection[signal.Signals]) -> None:
         self.received: deque[signal.Signals] = deque()
         self.dump_requested = False
         self.started = False
+        self.seen = False
         self.early: signal.Signals | None = None
         self._numbers = frozenset(numbers)
         self._previous: dict[signal.Signals, Any] = {}
@@ -49,7 +51,7 @@ class SignalQueue:
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
 
     def close(self) -> None:
-        """Set the handlers that were there before."""
+        """Restore the previous handlers."""
         if self._previous:
             signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
@@ -74,8 +76,9 @@ class SignalQueue:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGUSR1 and number not in self._numbers:
             self.dump_requested = True
-        elif number != signal.SIGCHLD and not self.started:
-            self.early = signal.Signals(number)
-            sys.exit(128 + number)  # nothing has been started, and the main loop may not be reached
         elif number != signal.SIGCHLD:
+            self.seen = True
+            if not self.started:
+                self.early = signal.Signals(number)
+                sys.exit(128 + number)  # nothing has been started, and the main loop may not be reached
             self.received.append(signal.Signals(number))

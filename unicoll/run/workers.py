@@ -221,7 +221,7 @@ def start_worker(
             for which, each in ((OUT, out), (ERR, err))
         ]
         if cpus := options.affinity.get(local_rank):
-            opened.enter_context(_bound_to(cpus))
+            opened.enter_context(_bound_to(cpus, f"--numa-binding: local rank {local_rank}"))
         process = subprocess.Popen(
             _command(options, local_rank, "record" if err.to_pipe else "print"),
             # Local rank 0 may read from the user (in a debugger); the others must not read the same input.
@@ -251,7 +251,7 @@ def start_worker(
 
 def open_files(options: LaunchOptions) -> int:
     """How many files the launcher opens for its workers: pipes, logs and connections to its store."""
-    count = len(options.matches) + (options.nproc if options.nnodes == 1 else 0)
+    count = sum(map(bool, options.matches.values())) + (options.nproc if options.nnodes == 1 else 0)
     for local_rank in range(options.nproc):
         for which in (OUT, ERR):
             to_pipe, to_file, _ = _destination(options, local_rank, which)
@@ -295,10 +295,14 @@ def _shown_local_rank(options: LaunchOptions, local_rank: int) -> int:
 
 
 @contextlib.contextmanager
-def _bound_to(cpus: Collection[int]) -> Iterator[None]:
+def _bound_to(cpus: Collection[int], what: str) -> Iterator[None]:
     """Bind this thread, and with it the processes that it starts, to these CPUs."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        text = f"{what} cannot be bound to the CPUs {sorted(cpus)}: {error.strerror}"
+        raise OSError(error.errno, text) from None
     try:
         yield
     finally:
