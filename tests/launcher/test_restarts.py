@@ -170,30 +170,22 @@ def test_a_signal_ends_the_launch_in_a_later_attempt(folder: LaunchFolder, numbe
 
 
 def test_a_signal_during_the_clean_up_prevents_the_restart(folder: LaunchFolder) -> None:
-    """A child in a session of its own ignores SIGTERM, for which the launcher waits a second."""
-    script = folder.script(
-        """
-        import os, pathlib, signal, subprocess, sys, time
-        pid = os.fork()
-        if pid == 0:
-            os.setsid()
-            signal.signal(signal.SIGTERM, lambda *arguments: pathlib.Path("pid.stopping").write_text("1\\n"))
-            pathlib.Path("ready").touch()
-            while True:
-                time.sleep(0.1)
-        while not os.path.exists("ready"):
-            time.sleep(0.01)
-        os._exit(3)
-        """
-    )
-    process = folder.start("--max-restarts=5", script)
-    folder.pids(1)
-    process.send_signal(signal.SIGTERM)
-    _out, err = process.communicate()
-    assert process.returncode == 3, err
-    assert b"got SIGTERM" in err
-    assert b"work.py FAILED" in err
-    assert b"restarting" not in err
+    script = folder.script("import sys; sys.exit(3)")
+    program = f"""
+import os, signal, sys
+from unicoll.run import attempt, main
+kill_members = attempt.kill_members
+def kill_after_a_signal(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return kill_members(*arguments)
+attempt.kill_members = kill_after_a_signal
+sys.exit(main(["-n", "2", "--max-restarts=5", {script!r}]))
+"""
+    done = folder.python("-c", program)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("unicoll.run: got SIGTERM\n")
+    assert "work.py FAILED" in done.stderr
+    assert "restarting" not in done.stderr
 
 
 def test_a_signal_while_the_workers_of_a_failure_end_prevents_the_restart(folder: LaunchFolder) -> None:
