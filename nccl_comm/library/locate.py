@@ -1,7 +1,7 @@
 """Location of libnccl, and the library that this process uses.
 
-The order of the search: ``UNICOLL_NCCL_LIBRARY``, the library that the process has already mapped (torch's or CuPy's:
-two NCCL libraries in one process conflict), the wheel ``nvidia-nccl-cu12`` or ``-cu13``, the system.
+The order of the search: ``UNICOLL_NCCL_LIBRARY``, the library that the process has already mapped (of ``LD_PRELOAD``, torch
+or CuPy: two NCCL libraries in one process conflict), the wheel ``nvidia-nccl-cu12`` or ``-cu13``, the system.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _load(path: str) -> Nccl | str:
 def _candidates() -> Iterator[str]:
     mapped = _mapped()
     if mapped:
-        yield mapped[0]
+        # With LD_PRELOAD torch maps its own file too, but calls the preloaded one, which is in the global scope.
+        yield _loaded_from(ctypes.CDLL(None)) or mapped[0]
         return
     for folder in _wheel_folders():
         path = folder / "nccl" / "lib" / _NAME

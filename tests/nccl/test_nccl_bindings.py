@@ -501,8 +501,11 @@ class TestFinding:
         monkeypatch.setattr(locate, "_wheel_folders", lambda: iter([tmp_path]))
         monkeypatch.setattr(locate, "_mapped", list)  # an earlier test may have mapped one
         assert next(locate._candidates()) == str(wheel)
-        monkeypatch.setattr(locate, "_mapped", lambda: ["/torch/lib/libnccl.so.2"])
+        monkeypatch.setattr(locate, "_mapped", lambda: ["/torch/lib/libnccl.so.2", "/preloaded/libnccl.so.2"])
+        monkeypatch.setattr(locate, "_loaded_from", lambda library: None)
         assert list(locate._candidates()) == ["/torch/lib/libnccl.so.2"]
+        monkeypatch.setattr(locate, "_loaded_from", lambda library: "/preloaded/libnccl.so.2")
+        assert list(locate._candidates()) == ["/preloaded/libnccl.so.2"]
 
     def test_mapped_libraries_are_read_from_proc(self, monkeypatch: pytest.MonkeyPatch) -> None:
         maps = (
