@@ -322,7 +322,10 @@ class Communicator:
 
     def finish(self) -> bool:
         """End the communicator after its operations; all members call this. False if NCCL did not return in time."""
-        return self._bounded(self._finish, "ending")
+        # ncclCommDestroy waits until the ranks of this host have closed their connections to it.
+        return self._bounded(
+            self._finish, "ending", "the other ranks of this host may not have ended theirs; "
+        )
 
     def _finish(self) -> None:
         self._destroy_premul_ops()
@@ -385,7 +388,7 @@ class Communicator:
             code = self.state()
         return code
 
-    def _bounded(self, function: Callable[[], object], what: str) -> bool:
+    def _bounded(self, function: Callable[[], object], what: str, reason: str = "") -> bool:
         """Call a function on a thread that may be abandoned, since NCCL can hang; False if it has not returned.
 
         The next call waits for its end, and has no effect without it: an abort frees what the thread uses.
@@ -400,10 +403,11 @@ class Communicator:
         self._returned = self.teardown_threads.start(run)
         if not self._returned.wait(END_S):
             log.error(
-                "%s NCCL's communicator of group %r did not return in %.0f s; its thread is abandoned",
+                "%s NCCL's communicator of group %r did not return in %.0f s; %sits thread is abandoned",
                 what,
                 self.context.name,
                 END_S,
+                reason,
             )
         return self._returned.is_set()
 

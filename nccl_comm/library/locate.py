@@ -1,7 +1,7 @@
 """Location of libnccl, and the library that this process uses.
 
-The order of the search: ``UNICOLL_NCCL_LIBRARY``, the library that the process has already mapped (of ``LD_PRELOAD``, torch
-or CuPy: two NCCL libraries in one process conflict), the wheel ``nvidia-nccl-cu12`` or ``-cu13``, the system.
+The order of the search: ``UNICOLL_NCCL_LIBRARY``, the library that the process has already mapped (of ``LD_PRELOAD``,
+torch or CuPy: two NCCL libraries in one process conflict), the wheel ``nvidia-nccl-cu12`` or ``-cu13``, the system.
 """
 
 from __future__ import annotations

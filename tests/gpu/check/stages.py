@@ -39,7 +39,7 @@ _ROWS = (
     Stage("several", "ranks with a GPU each", "several:each_its_own", 30),
     Stage("streams", "streams, lifetimes, graphs: 1 rank", "programs:streams", 50, 1),
     Stage("deadline", "a missing rank, and a smaller group after it", "faults:deadline", 25),
-    Stage("exit", "programs that end without leaving", "faults:ending", 20),
+    Stage("exit", "programs that end without leaving", "faults:ending", 40),
     Stage("plugin", "torch.distributed over unicoll, 2 ranks", "programs:plugin", 50),
     Stage("streams-2", "streams and lifetimes, 2 ranks", "programs:streams", 35, 2),
     Stage("memory", "registered memory, puts, a growing group: 2 and 3 ranks", "programs:memory", 30),
