@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def listening_ports() -> list[tuple[str, int]]:
-    """Addresses on which this process accepts TCP connections over IPv4."""
+def listening_ports(pid: int | str = "self") -> list[tuple[str, int]]:
+    """Addresses on which a process, by default this one, accepts TCP connections over IPv4."""
     files = set()
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):  # closed in the meantime, like the descriptor that listed the directory
-            files.add(os.readlink(f"/proc/self/fd/{fd}"))
+            files.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
     found = []
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[3] == "0A" and f"socket:[{fields[9]}]" in files:
             address, _, port = fields[1].partition(":")

@@ -24,6 +24,23 @@ from unicoll.net.timeouts import seconds_left
 _READ_SIZE = MAX_DATA + HEADER_SIZE
 
 
+def keep_alive(sock: Connection, host_timeout: float | None = None) -> None:
+    """Send small messages without delay, and detect that the other host is down.
+
+    Args:
+        host_timeout: seconds until then, also while data wait for an answer; None is a minute without such data.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    part = 10 if host_timeout is None else max(1, round(host_timeout / 6))
+    options = {"TCP_KEEPIDLE": 3 * part, "TCP_KEEPINTVL": part, "TCP_KEEPCNT": 3}
+    if host_timeout is not None:
+        options["TCP_USER_TIMEOUT"] = round(1000 * host_timeout)
+    for option, value in options.items():
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
 def wanted_protection(sock: socket.socket, minimum: str = "plain") -> Protection:
     """The protection that this side wants for a connection.
 

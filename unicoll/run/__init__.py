@@ -5,15 +5,16 @@ It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
 - **Environment.** Each worker gets RANK, WORLD_SIZE, LOCAL_RANK and the rest of torchrun's variables, so that
   ``init_process_group()`` needs no arguments. On one node the launcher makes a secret for the job, serves
   its store on the loopback interface, and reserves a free MASTER_PORT, so concurrent launches do not conflict.
-  With several nodes, start it once per node with ``--nnodes``, ``--node-rank``,
-  ``--master-addr`` and one secret in UNICOLL_SECRET or UNICOLL_SECRET_FILE.
+- **Several nodes.** Start the same command on each, with ``--nnodes``, ``--rdzv-endpoint`` and one secret in
+  UNICOLL_SECRET or UNICOLL_SECRET_FILE. The launchers agree on node ranks and end attempts together. A launcher that
+  is lost is named by the others, which wait for one in its place if a restart is left.
 - **Output.** Whole lines, prefixed ``[<role><local_rank>]:``; stdout and stderr stay separate. A single worker
   writes to the console directly. Local rank 0 inherits stdin, the others have an empty one.
 - **Failure.** After the first failure the others have ``--grace`` seconds to fail by themselves; then they get
   SIGTERM and, after ``--shutdown-timeout``, SIGKILL. Each distinct traceback is printed once on stderr, with its
   ranks, one second after the first rank has it or at the end of the job; the summary, with the first failure, is
   last. The exit code is that of the first failing rank, 128 + N for signal N.
-- **Restarts.** With ``--max-restarts``, on one node, all workers are started again after a failure, with
+- **Restarts.** With ``--max-restarts`` the workers of all nodes are started again after a failure, with
   TORCHELASTIC_RESTART_COUNT and a new store, once no process of the attempt before is left. The end of
   the job names the first failure of the first attempt; the exit code is that of the last.
 - **No orphans.** No process that a worker has started outlives the job, even if the launcher is killed by

@@ -12,6 +12,7 @@ from unicoll.run.attempt import Attempt, Launch
 from unicoll.run.dump_directory import remove_old_dumps
 from unicoll.run.failure import Failure
 from unicoll.run.job import job_token
+from unicoll.run.nodes import Cause, Nodes, OneNode
 from unicoll.run.output import Console
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard
 from unicoll.run.signals import SignalQueue
@@ -43,6 +44,7 @@ class Agent:
         options = self._options
         remove_old_dumps()
         require_descriptors(open_files(options), f"the launcher of {options.nproc} processes")
+        nodes = self._open_nodes()
         logs = LogFiles(options)
         token = job_token()
         guard: Guard | None = None
@@ -52,8 +54,11 @@ class Agent:
                 self._warn_without_secret()
             if logs.kept and options.log_dir is None:
                 self._console.log(f"log files are in {logs.path}")
-            return self._run_attempts(Launch(options, token, logs, self._console, self._signals, guard))
+            return self._run_attempts(
+                Launch(options, token, logs, self._console, self._signals, guard, nodes)
+            )
         finally:
+            nodes.close()
             if self._signals.early is not None:
                 self._console.log(f"got {self._signals.early.name}")
             if guard is not None:
@@ -62,26 +67,48 @@ class Agent:
                 shutil.rmtree(logs.path, ignore_errors=True)
 
     def _run_attempts(self, launch: Launch) -> int:
-        first: Failure | None = None
-        last: Failure | None = None
+        nodes, most = launch.nodes, self._options.max_restarts
+        first: Cause | None = None
+        last: Cause | None = None
+        failure: Failure | None = None
+        attempt: Attempt | None = None
+        reported = False
         number = 0
-        while True:
-            attempt = Attempt(launch, number, last)
-            try:
+        try:
+            while True:
+                place = nodes.start(number, first)
+                first = first or place.first_cause
+                attempt, reported = Attempt(launch, place, last), False
                 attempt.run()
-            except BaseException:
-                attempt.report(first)
-                self._write_error_file(attempt.failure or last)
-                raise
-            if number == self._options.max_restarts or not attempt.may_restart:
-                break
-            attempt.report_restart()
-            last = attempt.failure
-            first = first or last
-            number += 1
-        attempt.report(first)
-        self._write_error_file(attempt.failure)
-        return attempt.exit_code
+                failure = attempt.failure
+                end = nodes.agree(attempt.end)
+                if end.cause is None or attempt.number >= most or not end.may_restart:
+                    break
+                attempt.report_restart(end.cause)
+                last = end.cause
+                first = first or last
+                number, reported = attempt.number + 1, True
+        except BaseException as error:
+            how = (
+                f"exit code {error.code}"
+                if isinstance(error, SystemExit)
+                else f"{type(error).__name__}: {error}"
+            )
+            nodes.announce(f"the launcher ends: {how}", final=True)
+            if attempt is not None:
+                attempt.report(None if reported else attempt.end.cause, first)
+                self._write_error_file(attempt.failure or failure)
+            raise
+        attempt.report(end.cause, first)
+        self._write_error_file(failure)
+        return attempt.exit_code(end.cause)
+
+    def _open_nodes(self) -> Nodes:
+        if self._options.nnodes == 1:
+            return OneNode(self._options)
+        from unicoll.run.several_nodes import SeveralNodes
+
+        return SeveralNodes(self._options, self._console, self._signals)
 
     def _write_error_file(self, failure: Failure | None) -> None:
         """Write the failure to the launcher's own error file, as torchrun does.

@@ -32,7 +32,8 @@ class LaunchOptions:
 
     ``kind`` is "script", "module" or "command"; ``python`` runs the first two. ``redirects`` and ``tees``
     map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown`` is the set of local ranks whose output
-    is shown, None for all. ``master_port`` is None if the launcher picks a free port. Times are in seconds.
+    is shown, None for all. ``node_rank`` is None if the launchers of several nodes agree on it. ``master_port`` is None
+    if the launcher picks a free port. Times are in seconds.
     ``gives_local_rank`` is True if the program gets ``--local-rank`` as its first argument. ``matches`` maps OUT and
     ERR to the texts whose lines are also written to one file for all workers. ``affinity`` maps each local rank to the
     CPUs that it is bound to; it is empty without ``--numa-binding``. ``devices`` maps each local rank to its
@@ -45,7 +46,7 @@ class LaunchOptions:
     python: str
     nnodes: int
     nproc: int
-    node_rank: int
+    node_rank: int | None
     master_addr: str
     master_port: int | None
     run_id: str
@@ -61,13 +62,10 @@ class LaunchOptions:
     signals: tuple[signal.Signals, ...]
     gives_local_rank: bool
     max_restarts: int
+    join_timeout: float
     matches: Mapping[int, tuple[str, ...]]
     affinity: Mapping[int, frozenset[int]]
     devices: Mapping[int, str]
-
-    @property
-    def world_size(self) -> int:
-        return self.nnodes * self.nproc
 
 
 def parse(argv: Sequence[str] | None = None, as_torchs_launch: bool = False) -> LaunchOptions:
@@ -82,12 +80,10 @@ def parse(argv: Sequence[str] | None = None, as_torchs_launch: bool = False) -> 
 
 def _options(parsed: argparse.Namespace) -> LaunchOptions:
     _refuse_unsupported(parsed)
-    nnodes = _nodes(parsed.nnodes)
+    nnodes = _nodes(parsed.nnodes, parsed.target)
     nproc = _workers(parsed.nproc_per_node)
     master_addr, master_port = _master(parsed, nnodes)
-    if parsed.max_restarts and nnodes > 1:
-        raise ValueError("--max-restarts is for one node; torchrun restarts the workers of several")
-    if not 0 <= parsed.node_rank < nnodes:
+    if parsed.node_rank is not None and not 0 <= parsed.node_rank < nnodes:
         raise ValueError(f"--node-rank {parsed.node_rank} is not in 0..{nnodes - 1} (--nnodes {nnodes})")
     kind = _kind(parsed)
     if kind == "command" and not getattr(parsed, "use_env", True):
@@ -119,6 +115,7 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
         signals=_signals(parsed.signals_to_handle),
         gives_local_rank=not getattr(parsed, "use_env", True),
         max_restarts=parsed.max_restarts,
+        join_timeout=_join_timeout(parsed.rdzv_conf),
         matches={
             OUT: _texts(parsed.duplicate_stdout_filters),
             ERR: _texts(parsed.duplicate_stderr_filters),
@@ -144,14 +141,15 @@ def _refuse_unsupported(parsed: argparse.Namespace) -> None:
             raise ValueError(f"--rdzv-conf: {pair!r} is not key=value")
 
 
-def _nodes(text: str) -> int:
+def _nodes(text: str, target: str) -> int:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if not match:
         raise ValueError(f"--nnodes {text} is neither N nor MIN:MAX")
     least, most = int(match[1]), int(match[2] or match[1])
     if least != most:
         raise ValueError(
-            f"--nnodes {text}: elastic jobs are not supported; use one number, or MIN equal to MAX"
+            f"--nnodes {text}: this launcher has a fixed number of nodes; torchrun changes it, and the script needs no "
+            f"change: torchrun --nnodes {text} --rdzv-backend c10d --rdzv-endpoint HOST:PORT ... {target}"
         )
     if least < 1:
         raise ValueError("--nnodes must be at least 1")
@@ -186,11 +184,7 @@ def _master(parsed: argparse.Namespace, nnodes: int) -> tuple[str, int | None]:
             raise ValueError(f"--standalone is for one node, and --nnodes is {nnodes}")
         return "127.0.0.1", None
     if backend not in ("static", "c10d"):
-        raise ValueError(f"--rdzv-backend {backend} is not supported; use static")
-    if nnodes > 1 and backend != "static":
-        raise ValueError(
-            f"--rdzv-backend {backend} for several nodes is not supported; use static, with --node-rank"
-        )
+        raise ValueError(f"--rdzv-backend {backend} is not supported; static and c10d are, and mean the same")
     address, port = parsed.master_addr, parsed.master_port
     if parsed.rdzv_endpoint:
         address, endpoint_port = _endpoint(parsed.rdzv_endpoint)
@@ -211,6 +205,17 @@ def _endpoint(text: str) -> tuple[str, int | None]:
     except ValueError as error:
         raise ValueError(f"--rdzv-endpoint {error}") from None
     return host, None if port == -1 else port
+
+
+def _join_timeout(conf: str) -> float:
+    """``join_timeout`` of --rdzv-conf: how long a launcher waits for those of the other nodes; torchrun's default."""
+    given = dict(pair.split("=", 1) for pair in filter(None, conf.split(",")))
+    text = given.get("join_timeout", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"--rdzv-conf join_timeout={text} is not a number of seconds") from None
+    return _seconds("--rdzv-conf join_timeout", seconds, least=0.1)
 
 
 def _kind(parsed: argparse.Namespace) -> str:

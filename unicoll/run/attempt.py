@@ -18,8 +18,9 @@ from unicoll.net.formatting import ranks_text
 from unicoll.net.signal_handlers import is_caught
 from unicoll.run.args import LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
-from unicoll.run.failure import Failure, last_stderr_lines, root_cause
-from unicoll.run.job import EXIT_KEY, LocalJob, job_variable
+from unicoll.run.failure import Failure, last_stderr_lines, report, root_cause, summary
+from unicoll.run.job import EXIT_KEY, job_variable
+from unicoll.run.nodes import Cause, NodeEnd, Nodes, Placement
 from unicoll.run.output import Console, OutputPipe, OutputPipes
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
 from unicoll.run.signals import SignalQueue
@@ -46,10 +47,11 @@ class Launch(NamedTuple):
     console: Console
     signals: SignalQueue
     guard: Guard
+    nodes: Nodes
 
 
 class Attempt:
-    """One start of all workers, until they have ended and nothing of them is left.
+    """One start of all workers of this node, until they have ended and nothing of them is left.
 
     ``_pending_signals`` has the signals still to be sent to the workers and their times; it is empty without failures.
 
@@ -57,21 +59,28 @@ class Attempt:
         number: how often the workers were restarted before.
         failed: the workers that have failed, in the order of detection.
         signal: the launcher's signal that ended it.
-        failure: its root cause, after the end of :meth:`run`; None without a failed worker.
+        failure: why it has failed on this node, after the end of :meth:`run`; None without a failed worker.
+
+    Args:
+        last_cause: why the last attempt has failed.
     """
 
-    def __init__(self, launch: Launch, number: int, last_failure: Failure | None) -> None:
+    def __init__(self, launch: Launch, place: Placement, last_cause: Cause | None) -> None:
         self._options = launch.options
         self._token = launch.token
         self._logs = launch.logs
         self._console = launch.console
         self._signals = launch.signals
         self._guard = launch.guard
-        self.number = number
+        self._nodes = launch.nodes
+        self._place = place
+        self.number = place.attempt
         self.failed: list[Worker] = []
         self.signal: signal.Signals | None = None
         self.failure: Failure | None = None
-        self._last_failure = last_failure
+        self._last_cause = last_cause
+        self._store_failed = False
+        self._failed_elsewhere = ""  # why the attempt has failed on another node
         self._workers: list[Worker] = []
         self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signal_time = 0.0
@@ -82,8 +91,8 @@ class Attempt:
         self._hang_check = 0.0
         self._tracebacks = Tracebacks()
         self._show_time = math.inf
-        self._status_time = time.monotonic() + (0.0 if number else _STATUS_DELAY)
-        self._dumps = TraceDirectory(os.environ, self._logs.path if self._logs.kept else None, number)
+        self._status_time = time.monotonic() + (0.0 if self.number else _STATUS_DELAY)
+        self._dumps = TraceDirectory(os.environ, self._logs.path if self._logs.kept else None, self.number)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._signals, selectors.EVENT_READ, None)
         self._streams = OutputPipes(self._selector, self._console)
@@ -94,61 +103,55 @@ class Attempt:
         with ExitStack() as at_end:
             at_end.callback(self._determine_failure)
             at_end.callback(self._selector.close)
-            job: LocalJob | None = None
-            if self._options.nnodes == 1:
-                job = LocalJob(os.environ, self._options.master_port)
-                at_end.callback(job.close)
             at_end.callback(self._clean_up)
-            self._start(job)
-            self._wait_for_workers(job)
+            self._start()
+            self._wait_for_workers()
 
     def _determine_failure(self) -> None:
         if self.failed:
             self.failure = Failure(self._workers, self.failed, self._logs.kept)
 
     @property
-    def may_restart(self) -> bool:
-        """True if a worker has failed, no process is left, and no signal has arrived that ends the launch."""
-        return bool(self.failed) and not self._left and not self._interrupted
+    def end(self) -> NodeEnd:
+        """Its end on this node. The workers can be started again if none is left and no signal ends the launch."""
+        cause = self.failure.cause if self.failure is not None else None
+        return NodeEnd(cause, not self._left and not self._interrupted)
 
-    @property
-    def exit_code(self) -> int:
-        """The launcher's exit code if this is the last attempt."""
+    def exit_code(self, cause: Cause | None) -> int:
+        """The launcher's exit code if this is the last attempt, and ``cause`` is why it has failed."""
         if self.signal is not None:
             return 128 + self.signal
-        if self.failure is not None:
-            return self.failure.exit_code
+        if cause is not None:
+            return cause.exit_code
         return 0 if all(worker.status == 0 for worker in self._workers) else 1
 
-    def _start(self, job: LocalJob | None) -> None:
+    def _start(self) -> None:
         options = self._options
         added = {JOB_VARIABLE: job_variable(self._token), **self._dumps.environment}
-        if job is not None:
-            added.update(job.environment, MASTER_PORT=str(job.master_port))
-        else:
-            added.update(UNICOLL_LAUNCHER="1", MASTER_PORT=str(options.master_port))
-        environment = shared_environment(options, self.number, os.environ, added)
+        environment = shared_environment(options, self._place, os.environ, added)
         self._files = files = AttemptFiles(options, self._logs, self.number, self._console)
         for local_rank in range(options.nproc):
             if self._signals.received:
                 break
             self._signals.started = True
-            worker = start_worker(options, local_rank, environment, files, self._console, self._streams)
+            rank = self._place.first_rank + local_rank
+            worker = start_worker(options, rank, local_rank, environment, files, self._console, self._streams)
             self._guard.watch(worker.pid)
             self._workers.append(worker)
 
     # --- the main loop ----------------------------------------------------------------------------------------
 
-    def _wait_for_workers(self, job: LocalJob | None) -> None:
+    def _wait_for_workers(self) -> None:
         self._handle_signals()  # there may be no worker
-        while any(worker.status is None for worker in self._workers):
+        while any(worker.status is None for worker in self._workers) or self._waits_for_nodes():
             self._poll(self._poll_timeout())
             self._handle_signals()
             for worker in self._workers:
                 if worker.status is None and worker.poll():
                     worker.ended = time.time()
-                    self._record_end(worker, job)
+                    self._record_end(worker)
             self._check_hanging_failures()
+            self._check_nodes()
             self._show_status()
             if time.monotonic() >= self._show_time:
                 self._show_tracebacks()
@@ -156,19 +159,36 @@ class Attempt:
             if self._kill_time is not None and time.monotonic() > self._kill_time + _KILL_SECONDS:
                 return
 
+    def _waits_for_nodes(self) -> bool:
+        """True if this node's workers have succeeded and those of other nodes have not ended."""
+        ended = (
+            self.failed or self.signal is not None or self._failed_elsewhere or self._kill_time is not None
+        )
+        return not ended and not self._nodes.succeeded()
+
+    def _check_nodes(self) -> None:
+        """If the attempt has failed on another node, stop the workers of this one."""
+        if self._failed_elsewhere or not (failure := self._nodes.failure()):
+            return
+        self._failed_elsewhere = failure
+        running = any(worker.status is None for worker in self._workers)
+        self._console.log(f"{failure}; stopping the workers" if running else failure)
+        if running:
+            self._schedule_stop()
+
     def _show_status(self) -> None:
         """Show how many workers run, the restarts and the last failure, unless a single one has the terminal."""
         running = sum(worker.status is None for worker in self._workers)
         if len(self._workers) == 1 or not running or time.monotonic() < self._status_time:
             return
-        text = f"node {self._options.node_rank}: " if self._options.nnodes > 1 else ""
+        text = f"node {self._place.node_rank}: " if self._options.nnodes > 1 else ""
         text += f"{running}/{len(self._workers)} workers running"
         if self.number:
             text += f", restart {self.number}/{self._options.max_restarts}"
         if self.failed:
             text += f"; rank {root_cause(self.failed).rank} has failed"
-        elif self._last_failure is not None:
-            text += f"; {self._last_failure.summary}"
+        elif self._last_cause is not None:
+            text += f"; {self._last_cause.summary}"
         self._console.show_status(text)
 
     def _poll_timeout(self) -> float:
@@ -187,7 +207,7 @@ class Attempt:
                 self._streams.read(key.data)
         self._streams.tick()
 
-    def _record_end(self, worker: Worker, job: LocalJob | None) -> None:
+    def _record_end(self, worker: Worker) -> None:
         assert worker.status is not None
         record = self._read_record(worker)
         if worker.status == 0:
@@ -201,9 +221,22 @@ class Attempt:
                 worker.status = 1  # its exception was first; the launcher's signal only ended its clean-up
         worker.failure = record
         self.failed.append(worker)
-        if job is not None:
-            _publish(job, worker)
+        if len(self.failed) == 1 and not self._failed_elsewhere:
+            self._nodes.announce(summary(worker))
+        self._publish_end(worker)
         self._schedule_stop()
+
+    def _publish_end(self, worker: Worker) -> None:
+        """Store how a rank ended, for the errors of the ranks that report it as lost."""
+        if self._failed_elsewhere or self._store_failed:  # each request may last for seconds
+            return
+        cause = worker.failure.message if worker.failure is not None else ""
+        note = {"pid": worker.pid, "status": worker.status, "cause": cause}
+        try:
+            self._place.store.set(EXIT_KEY.format(rank=worker.rank), json.dumps(note))
+        except DistError as error:
+            self._store_failed = True
+            log.debug("the store did not accept the end of rank %d: %s", worker.rank, error)
 
     def _check_hanging_failures(self) -> None:
         """A worker whose program has failed but whose process does not end is a failure too."""
@@ -213,7 +246,8 @@ class Attempt:
         for worker in self._workers:
             if worker.status is None and os.path.exists(worker.error_file):
                 record = self._read_record(worker)
-                if record is not None and record.final:
+                if record is not None and record.final and not self._pending_signals:
+                    self._nodes.announce(f"rank {worker.rank}: {record.message}")
                     self._schedule_stop()
 
     def _read_record(self, worker: Worker) -> ExceptionRecord | None:
@@ -295,6 +329,7 @@ class Attempt:
             self.signal, self._signal_time = number, now
             self._pending_signals.clear()
             self._send(number)
+            self._nodes.announce(f"the launcher got {number.name}", final=True)
             kill = now + self._options.shutdown_timeout
             if number != signal.SIGTERM:
                 self._pending_signals.append((now + self._options.grace, signal.SIGTERM))
@@ -338,30 +373,38 @@ class Attempt:
         while time.monotonic() < deadline and not self._signals.received and members(self._token, leaders):
             self._poll(0.02)
 
-    def report(self, first: Failure | None = None) -> None:
-        """Show what is left to show of the last attempt; ``first`` is the failure of the first, if there were more."""
-        if self.failure is None or self.signal is not None:
+    def report(self, cause: Cause | None, first: Cause | None = None) -> None:
+        """Show what is left to show of the last attempt.
+
+        Args:
+            cause: why it has failed, if it has.
+            first: why the first attempt has failed, if there were more.
+        """
+        if cause is None or self.signal is not None:
             self._show_tracebacks()
             self._log_reader()
             if first is not None:
                 self._console.log(f"restarts: {self.number}; the first failure: {first.summary}")
             return
-        self._show_failure(self.failure)
+        self._show_failure()
         title = os.path.basename(self._options.target) or self._options.target
-        self._console.write_text(self.failure.report(title, self._reader(), first))
+        lines = self.failure.lines(cause) if self.failure is not None else []
+        self._console.write_text(report(title, lines, cause, self._reader(), first))
 
-    def report_restart(self) -> None:
-        """Show the failure, and that all workers start again."""
-        assert self.failure is not None
-        self._show_failure(self.failure)
+    def report_restart(self, cause: Cause) -> None:
+        """Show why the attempt has failed, and that all workers start again."""
+        self._show_failure()
         self._log_reader()
         self._console.log(
-            f"{self.failure.summary}; restarting all {len(self._workers)} workers "
+            f"{cause.summary}; restarting all {self._place.world_size} workers "
             f"(restart {self.number + 1} of {self._options.max_restarts})"
         )
 
-    def _show_failure(self, failure: Failure) -> None:
-        root = failure.root
+    def _show_failure(self) -> None:
+        if self.failure is None:
+            self._show_tracebacks()
+            return
+        root = self.failure.root
         if root.failure is not None and not root.failure.final:
             self._tracebacks.add(root.rank, root.failure.traceback)
         self._show_tracebacks(root.rank)
@@ -373,6 +416,7 @@ class Attempt:
 
     def _reader(self) -> str:
         failed = any(worker.status for worker in self._workers) or self.signal is not None
+        failed = failed or bool(self._failed_elsewhere)
         return self._dumps.command(failed)
 
     def _complete_logs(self) -> None:
@@ -388,13 +432,3 @@ class Attempt:
                         log.write(worker.record.traceback)
                 except OSError as error:
                     self._console.log(f"{worker.log}: {error.strerror}; it lacks the traceback")
-
-
-def _publish(job: LocalJob, worker: Worker) -> None:
-    """Store how a rank ended, for the errors of the ranks that report it as lost."""
-    cause = worker.failure.message if worker.failure is not None else ""
-    note = {"pid": worker.pid, "status": worker.status, "cause": cause}
-    try:
-        job.store.set(EXIT_KEY.format(rank=worker.rank), json.dumps(note))
-    except DistError as error:
-        log.debug("the store did not accept the end of rank %d: %s", worker.rank, error)

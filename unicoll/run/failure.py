@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from unicoll.net.formatting import printable, ranks_text, signal_name
+from unicoll.run.nodes import Cause
 from unicoll.run.tracebacks import CONSEQUENCES, DETECTION_DELAY, describe_exit, keys
 from unicoll.run.workers import Worker
 
@@ -49,6 +50,11 @@ def _cause(worker: Worker) -> str:
     return describe_exit(_status(worker), worker.pid)
 
 
+def summary(worker: Worker) -> str:
+    """A failed worker and why it has failed, in one line."""
+    return printable(f"rank {worker.rank}: {first_line(_cause(worker))}")
+
+
 def root_cause(failures: Sequence[Worker]) -> Worker:
     """The earliest failure, preferably one that is not the consequence of another rank's failure.
 
@@ -60,7 +66,7 @@ def root_cause(failures: Sequence[Worker]) -> Worker:
 
 
 class Failure:
-    """Why an attempt has failed: its first failure.
+    """Why an attempt has failed on this node: its first failure.
 
     The root cause is the first failure or, if its error names another rank, that rank: it has not called what the
     others wait in, has ended early, or is the only one whose call differs. If most ranks have ended without an error,
@@ -68,8 +74,7 @@ class Failure:
 
     Attributes:
         root: the failed worker that is the root cause, or whose error names it.
-        exit_code: the launcher's; 128 + N for signal N.
-        summary: the root cause in one line.
+        cause: the root cause; its exit code is 128 + N for signal N.
 
     Args:
         workers, failures: of the attempt.
@@ -79,46 +84,30 @@ class Failure:
     def __init__(self, workers: Sequence[Worker], failures: Sequence[Worker], keeps_files: bool) -> None:
         self.root = root = root_cause(failures)
         status = _status(root)
-        self.exit_code = status if status >= 0 else 128 - status
-        self.summary = printable(f"rank {root.rank}: {_first_line(_cause(root))}")
         self._failures = failures
         self._stopped = [worker.rank for worker in workers if worker.stopped]
         self._culprit = _named(workers, failures, root)
         if self._culprit is None:
-            self._entry = _entry(root, keeps_files)
+            entry = _entry(root, keeps_files)
         else:
-            self._entry = _named_entry(self._culprit, root, keeps_files)
+            entry = _named_entry(self._culprit, root, keeps_files)
+        self.cause = Cause(
+            summary(root),
+            status if status >= 0 else 128 - status,
+            entry,
+            _is_consequence(root),
+            _time(root),
+        )
 
-    def report(self, title: str, reader: str, first: Failure | None = None) -> str:
-        """The summary in torchrun's format; the tracebacks are printed above it.
-
-        Args:
-            reader: the command that shows the ranks' last calls.
-            first: the failure of the first attempt, if the workers were restarted.
-        """
-        others = [f for f in self._failures if f is not self.root or self._culprit]
+    def lines(self, cause: Cause) -> list[str]:
+        """The failures of this node besides ``cause``, and which workers were stopped."""
+        own = cause.entry == self.cause.entry
+        others = [f for f in self._failures if f is not self.root or self._culprit or not own]
         others.sort(key=lambda f: (_time(f), f.rank))
-        lines = [f"  {line}" for line in _describe_others(others, self.root)] or ["  <NO_OTHER_FAILURES>"]
+        lines = _describe_others(others, self.root if own else None)
         if self._stopped:
-            lines.append(f"  (stopped by the launcher: {ranks_text(self._stopped)})")
-        entry = [*self._entry, *([f"  last calls: {reader}"] if reader else ())]
-        before = first._entry if first is not None else []
-        heading = f"{title} FAILED"
-        width = min(60, max(map(len, [heading, *lines, *entry, *before])))
-        double, single = "=" * width, "-" * width
-        parts = [
-            double,
-            heading,
-            single,
-            "Failures:",
-            *lines,
-            single,
-            "Root Cause (first observed failure):",
-            *entry,
-        ]
-        if before:
-            parts += [single, "First failure before the restarts:", *before]
-        return "\n".join(["", *parts, double]) + "\n"
+            lines.append(f"(stopped by the launcher: {ranks_text(self._stopped)})")
+        return lines
 
     def write(self, path: str) -> None:
         """Write the root cause to a file in the format of torch's error files; OSError if it cannot be written."""
@@ -135,6 +124,36 @@ class Failure:
             json.dump({"message": message}, file)
 
 
+def report(title: str, lines: Sequence[str], cause: Cause, reader: str, first: Cause | None = None) -> str:
+    """The summary in torchrun's format; the tracebacks are printed above it.
+
+    Args:
+        lines: what else has failed on this node.
+        reader: the command that shows the ranks' last calls.
+        first: why the first attempt has failed, if the workers were restarted.
+    """
+    has_failures = any(not line.startswith("(") for line in lines)
+    lines = [f"  {line}" for line in (*(() if has_failures else ("<NO_OTHER_FAILURES>",)), *lines)]
+    entry = [*cause.entry, *([f"  last calls: {reader}"] if reader else ())]
+    before = first.entry if first is not None else []
+    heading = f"{title} FAILED"
+    width = min(60, max(map(len, [heading, *lines, *entry, *before])))
+    double, single = "=" * width, "-" * width
+    parts = [
+        double,
+        heading,
+        single,
+        "Failures:",
+        *lines,
+        single,
+        "Root Cause (first observed failure):",
+        *entry,
+    ]
+    if before:
+        parts += [single, "First failure before the restarts:", *before]
+    return "\n".join(["", *parts, double]) + "\n"
+
+
 def _entry(worker: Worker, keeps_files: bool) -> list[str]:
     status, record = _status(worker), worker.failure
     by_signal = f" ({signal_name(-status)})" if status < 0 else ""
@@ -142,7 +161,7 @@ def _entry(worker: Worker, keeps_files: bool) -> list[str]:
         *_place(worker, _time(worker)),
         f"  exitcode  : {status} (pid: {worker.pid}){by_signal}",
         f"  error_file: {worker.error_file if record and keeps_files else '<N/A>'}",
-        f"  traceback : {_first_line(_cause(worker))}{' (above)' if record else ''}",
+        f"  traceback : {first_line(_cause(worker))}{' (above)' if record else ''}",
     ]
 
 
@@ -168,7 +187,7 @@ def _named_entry(worker: Worker, root: Worker, keeps_files: bool) -> list[str]:
         *_place(worker, at),
         f"  exitcode  : {end}",
         f"  error_file: {f'{root.error_file} (of rank {root.rank})' if keeps_files else '<N/A>'}",
-        f"  traceback : none; rank {root.rank} names it: {_first_line(_cause(root))} (above)",
+        f"  traceback : none; rank {root.rank} names it: {first_line(_cause(root))} (above)",
     ]
 
 
@@ -181,8 +200,8 @@ def _place(worker: Worker, at: float) -> list[str]:
     ]
 
 
-def _describe_others(failures: Sequence[Worker], root: Worker) -> list[str]:
-    """One line for each group of failures with the same end."""
+def _describe_others(failures: Sequence[Worker], root: Worker | None) -> list[str]:
+    """One line for each group of failures with the same end; ``root`` is the root cause, if it is in the report."""
     groups: list[list[Worker]] = []
     for failure in failures:
         group = next((found for found in groups if _same_end(found[0], failure)), None)
@@ -190,12 +209,13 @@ def _describe_others(failures: Sequence[Worker], root: Worker) -> list[str]:
             groups.append([failure])
         else:
             group.append(failure)
-    same = f"the same as rank {root.rank} below"
-    below = root not in failures
-    return [
-        f"{_describe_ranks(group)}: {same if below and _same_end(group[0], root) else _first_line(_cause(group[0]))}"
-        for group in groups
-    ]
+    lines = []
+    for group in groups:
+        text = first_line(_cause(group[0]))
+        if root is not None and root not in failures and _same_end(group[0], root):
+            text = f"the same as rank {root.rank} below"
+        lines.append(f"{_describe_ranks(group)}: {text}")
+    return lines
 
 
 def _same_end(one: Worker, other: Worker) -> bool:
@@ -226,6 +246,7 @@ def last_stderr_lines(worker: Worker) -> str:
     return "\n".join([f"The last lines that rank {worker.rank} wrote to stderr:", *tail[-30:]]) + "\n"
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """The first line of a text, of at most 300 characters."""
     line = text.strip().partition("\n")[0].removesuffix(":")
     return line if len(line) <= _ONE_LINE else line[: _ONE_LINE - 3] + "..."

@@ -34,8 +34,8 @@ def make_parser(as_torchs_launch: bool = False) -> OneLineParser:
 examples:
   {command} -n 4 train.py --epochs 3     four workers; arguments after the script are passed to it
   {command} -n 4 -m package.train        a module, as python -m runs it
-  two machines; on the second with --node-rank 1 and the same UNICOLL_SECRET:
-  {command} -n 8 --nnodes 2 --node-rank 0 --master-addr first.example.org train.py""",
+  two machines; the same on both, with the same UNICOLL_SECRET_FILE:
+  {command} -n 8 --nnodes 2 --rdzv-endpoint first.example.org:29500 train.py""",
         epilog="""The flags are torchrun's, except -n, --grace and --no-prefix. Each may be set by PET_<NAME> in
 the environment, for example PET_NPROC_PER_NODE=4. Not supported: --logs-specs.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -108,11 +108,16 @@ def _workers_flags(flags: _Flags) -> None:
 
 def _nodes_flags(flags: _Flags) -> None:
     flags.value("nnodes", "1", "N", "number of nodes, each with its own launcher (default 1)")
-    flags.value("node-rank", 0, "K", "this node's number, from 0", type=int)
+    ranks = (
+        "this node's number; default: 0 on the host of the endpoint, the others in the order of their start"
+    )
+    flags.value("node-rank", None, "K", ranks, type=int)
     flags.value("master-addr", "127.0.0.1", "HOST", "address of node 0")
     port = "port on node 0 (default: any free one on one node, else 29500)"
     flags.value("master-port", None, "PORT", port, type=int)
     flags.value("rdzv-endpoint", "", "HOST:PORT", "alternative to the two flags above")
+    conf = "join_timeout=S: seconds that this node waits for the others (default 600); the rest has no effect"
+    flags.value("rdzv-conf", "", "CONF", conf)
     flags.value("rdzv-id", "none", "NAME", "name of the job")
     flags.switch("standalone", "one node, with a unique name for the job")
 
@@ -142,9 +147,8 @@ def _end_flags(flags: _Flags) -> None:
 
 
 def _other_flags(flags: _Flags) -> None:
-    flags.value("rdzv-backend", "static", "NAME", "static; c10d on one node")
+    flags.value("rdzv-backend", "static", "NAME", "static or c10d, which mean the same")
     flags.value("event-log-handler", "null", "NAME", "only null")
-    flags.value("rdzv-conf", "", "CONF", "no effect")
     flags.value("local-addr", None, "HOST", "no effect")
     flags.value("start-method", "spawn", "NAME", "no effect: workers are always new processes")
     flags.value("logs-specs", None, "", argparse.SUPPRESS)

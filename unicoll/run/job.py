@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from unicoll.net.interfaces import check_loopback
-from unicoll.net.secret import find_secret, new_key_text
+from unicoll.net.interfaces import check_loopback, join_hostport
+from unicoll.net.secret import Secret, find_secret, new_key_text
 from unicoll.run.process_cleanup import JOB_VARIABLE
 
 if TYPE_CHECKING:
@@ -58,33 +58,46 @@ def _bind(sock: socket.socket, host: str, port: int) -> socket.socket:
     return sock
 
 
-class LocalJob:
-    """A job whose processes are all on this host: its secret, its store (served by this process), its port.
+def job_environment(store: str, master_port: int) -> dict[str, str]:
+    """The variables of a job's processes for its store, ``host:port``, and its port."""
+    return {"UNICOLL_LAUNCHER": "1", "UNICOLL_STORE": store, "MASTER_PORT": str(master_port)}
 
-    The secret is the user's, or a new one. ``master_port`` is for the job's own use (MASTER_PORT); None is a free one,
-    and OSError is raised if it is in use. DistNetworkError: the loopback interface is down.
+
+class LocalJob:
+    """A job whose store this process serves: its secret, its store, its port.
+
+    The secret is ``secret`` or that of ``environ``; on one host it is else a new one. ``master_port`` is for the job's
+    own use (MASTER_PORT); None is a free one, and OSError is raised if it is in use. ``address`` is the one at which
+    processes of other hosts reach this one; None if all processes are on this host. DistNetworkError: the loopback
+    interface is down.
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ, master_port: int | None = None) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str] = os.environ,
+        master_port: int | None = None,
+        address: str | None = None,
+        secret: Secret | None = None,
+    ) -> None:
         from unicoll.net.stores import TCPStore
 
         check_loopback()
-        self.environment: dict[str, str] = {"UNICOLL_LAUNCHER": "1"}
-        secret = find_secret(environ)
-        if not secret.key:
-            text = new_key_text()
-            self.environment["UNICOLL_SECRET"] = text
-            secret = find_secret({"UNICOLL_SECRET": text})
+        made: str | None = None
+        secret = secret or find_secret(environ)
+        if not secret.key and address is None:
+            made = new_key_text()
+            secret = find_secret({"UNICOLL_SECRET": made})
         self._port = reserve_port(master_port or 0)
         self.master_port: int = self._port.getsockname()[1]
         try:
-            self.store: TCPStore = TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, secret=secret
-            )
+            host = address or "127.0.0.1"
+            self.store: TCPStore = TCPStore(host, 0, is_master=True, wait_for_workers=False, secret=secret)
         except BaseException:
             self._port.close()
             raise
-        self.environment["UNICOLL_STORE"] = f"127.0.0.1:{self.store.port}"
+        self.environment = job_environment(join_hostport(host, self.store.port), self.master_port)
+        if made is not None:
+            self.environment["UNICOLL_SECRET"] = made
 
     def close(self) -> None:
         """Close the store and release the port."""

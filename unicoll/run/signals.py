@@ -7,8 +7,8 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -18,14 +18,14 @@ from unicoll.errors import DistError
 class SignalQueue:
     """The signals that end a launch, and SIGUSR1, which requests dumps, in the order of their arrival.
 
-    Before the first worker has started, a signal that ends the launch raises SystemExit(128 + N).
+    While no worker has been started, a signal that ends the launch raises SystemExit(128 + N).
 
     Attributes:
         received: those that end the launch and are not handled yet.
         dump_requested: SIGUSR1 has arrived.
-        started: a worker has been started.
+        started: a worker has been started, and :meth:`ending` is not in effect.
         seen: a signal has arrived that ends the launch.
-        early: the signal that came before the first worker was started.
+        early: the signal that has raised SystemExit.
     """
 
     def __init__(self, numbers: Collection[signal.Signals]) -> None:
@@ -59,6 +59,21 @@ class SignalQueue:
         self._read.close()
         self._write.close()
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """While no worker runs: a signal that has arrived or arrives now ends the launch with SystemExit(128 + N)."""
+        before, self.started = self.started, False
+        try:
+            if self.received:
+                self._exit(self.received.popleft())
+            yield
+        finally:
+            self.started = before
+
+    def _exit(self, number: signal.Signals) -> None:
+        self.early = number
+        sys.exit(128 + number)
+
     def fileno(self) -> int:
         """A descriptor that is readable after a signal, or after :meth:`wake`."""
         return self._read.fileno()
@@ -79,6 +94,5 @@ class SignalQueue:
         elif number != signal.SIGCHLD:
             self.seen = True
             if not self.started:
-                self.early = signal.Signals(number)
-                sys.exit(128 + number)  # nothing has been started, and the main loop may not be reached
+                self._exit(signal.Signals(number))  # nothing runs, and the main loop may not be reached
             self.received.append(signal.Signals(number))

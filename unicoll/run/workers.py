@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from unicoll.net.secret import KeyText
 from unicoll.run.args import ERR, OUT, LaunchOptions
+from unicoll.run.nodes import Placement
 from unicoll.run.output import Console, LineCopies, LogFile, OutputPipe, OutputPipes
 from unicoll.run.tracebacks import ExceptionRecord
 
@@ -139,7 +140,7 @@ class Worker:
 
 
 def shared_environment(
-    options: LaunchOptions, attempt: int, environ: Mapping[str, str], job: Mapping[str, str]
+    options: LaunchOptions, place: Placement, environ: Mapping[str, str], job: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment variables of all workers of this node: the user's, and the launcher's (``job`` and others)."""
     shared = dict(environ)
@@ -155,16 +156,17 @@ def shared_environment(
         shared.setdefault("OMP_NUM_THREADS", "1")
     shared.update(
         LOCAL_WORLD_SIZE=str(options.nproc),
-        WORLD_SIZE=str(options.world_size),
-        GROUP_RANK=str(options.node_rank),
+        WORLD_SIZE=str(place.world_size),
+        GROUP_RANK=str(place.node_rank),
         GROUP_WORLD_SIZE=str(options.nnodes),
         ROLE_NAME=options.role,
-        ROLE_WORLD_SIZE=str(options.world_size),
+        ROLE_WORLD_SIZE=str(place.world_size),
         MASTER_ADDR=options.master_addr,
-        TORCHELASTIC_RESTART_COUNT=str(attempt),
+        TORCHELASTIC_RESTART_COUNT=str(place.attempt),
         TORCHELASTIC_MAX_RESTARTS=str(options.max_restarts),
         TORCHELASTIC_RUN_ID=options.run_id,
         TORCHELASTIC_USE_AGENT_STORE="False",  # MASTER_PORT is free for rank 0 to listen on
+        **place.environment,
         **job,
     )
     return shared
@@ -193,6 +195,7 @@ def checkout_path(environ: Mapping[str, str]) -> dict[str, str]:
 
 def start_worker(
     options: LaunchOptions,
+    rank: int,
     local_rank: int,
     shared: Mapping[str, str],
     files: AttemptFiles,
@@ -200,7 +203,6 @@ def start_worker(
     streams: OutputPipes,
 ) -> Worker:
     """Start one worker and connect its output; OSError if it cannot be started or a log file cannot be opened."""
-    rank = options.node_rank * options.nproc + local_rank
     error_file = files.error(local_rank)
     environment = {
         **shared,
@@ -250,8 +252,8 @@ def start_worker(
 
 
 def open_files(options: LaunchOptions) -> int:
-    """How many files the launcher opens for its workers: pipes, logs and connections to its store."""
-    count = sum(map(bool, options.matches.values())) + (options.nproc if options.nnodes == 1 else 0)
+    """How many files the launcher opens for its workers: pipes, logs and their connections to its store."""
+    count = sum(map(bool, options.matches.values())) + options.nproc
     for local_rank in range(options.nproc):
         for which in (OUT, ERR):
             to_pipe, to_file, _ = _destination(options, local_rank, which)

@@ -65,6 +65,7 @@ class ControlClient:
         address: this host's address, for the relay to listen on.
         store_ends_with_rank_0: True if the job's store may end with rank 0's process.
         allows_pickle: True if this process accepts pickles from the others.
+        host_timeout: seconds after which a host that does not answer counts as down; None is no limit.
 
     Attributes:
         peers: the :class:`PeerInfo` of each rank, once all have joined.
@@ -90,9 +91,11 @@ class ControlClient:
         store_ends_with_rank_0: bool = False,
         allows_pickle: bool = False,
         name: str = "",
+        host_timeout: float | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
+        self._host_timeout = host_timeout
         self.peers: list[PeerInfo] = []
         self.job_id = ""
         self.clock = ClockOffset()
@@ -102,7 +105,7 @@ class ControlClient:
         self._name, self._title = name, title(name)
         self._op = "join" if name else "init_process_group"
         self._relay: Relay | None = None
-        self._connection = RelayConnection(rank, key)
+        self._connection = RelayConnection(rank, key, host_timeout)
         self.send = self._connection.send
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -124,7 +127,7 @@ class ControlClient:
         self._joined: list[int] = []
         self._relay_rank = 0  # the rank that hosts the relay
         self._takeover_possible = True  # False: no other rank hosts a relay when that rank has ended
-        self._standby = Standby(rank, size, key, address, store_ends_with_rank_0)
+        self._standby = Standby(rank, size, key, address, store_ends_with_rank_0, host_timeout)
         self._store_timeout = timedelta(seconds=300)
 
     # --- joining and leaving ---------------------------------------------------------------------------------
@@ -154,7 +157,7 @@ class ControlClient:
         self._standby.listen()
         if self.rank == 0:
             require_descriptors(self.size, f"rank 0 of {self.size} ranks")
-            self._relay = Relay(self.size, self._key, self._address)
+            self._relay = Relay(self.size, self._key, self._address, host_timeout=self._host_timeout)
             store.set("control", json.dumps(self._relay.addresses[0]))
         try:
             store.wait(

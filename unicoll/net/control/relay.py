@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from unicoll.net.authenticated_server import Client
+from unicoll.net.channel import keep_alive
 from unicoll.net.control.clock import ClockOffset
 from unicoll.net.control.deadlock_detector import DeadlockDetector
 from unicoll.net.framed_server import MAX_FRAME, FrameServer, frame
@@ -127,16 +128,24 @@ class Relay(FrameServer):
 
     Args:
         takeover: the initial state of a relay that replaces another one; None for the job's first relay.
+        host_timeout: seconds after which the host of a process counts as down if it does not answer; None is no limit.
     """
 
     linger = 0.2
 
     def __init__(
-        self, size: int, key: bytes, host: str, rank: int = 0, takeover: Takeover | None = None
+        self,
+        size: int,
+        key: bytes,
+        host: str,
+        rank: int = 0,
+        takeover: Takeover | None = None,
+        host_timeout: float | None = None,
     ) -> None:
         listener = takeover.listener if takeover is not None else None
         super().__init__([host], key, b"control", "unicoll-relay", rank, listener)
         self._takeover = takeover
+        self._host_timeout = host_timeout
         self._check_time = time.monotonic() + _CHECK_S
         self._size = size
         self._connected: dict[int, Client] = {}
@@ -162,6 +171,11 @@ class Relay(FrameServer):
     def await_initialized(self, timeout: float) -> None:
         """Wait until all other ranks have said that they are initialized, or have ended; any thread."""
         self._all_initialized.wait(timeout)
+
+    def authenticated(self, client: Client) -> None:
+        super().authenticated(client)
+        if self._host_timeout is not None:
+            keep_alive(client.sock, self._host_timeout)
 
     def handle(self, client: Client, message: dict[str, Any]) -> None:
         kind = message["t"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from unicoll.net.channel import Connection, authenticate
+from unicoll.net.channel import Connection, authenticate, keep_alive
 from unicoll.net.fork_safety import guard
 from unicoll.net.framed_server import frame, handshake_address
 
@@ -19,11 +19,15 @@ class RelayConnection:
     """The connection to the relay, which the control thread replaces when another rank hosts the relay.
 
     Any thread may send; the control thread reads.
+
+    Args:
+        host_timeout: seconds after which the relay's host counts as down if it does not answer; None is no limit.
     """
 
-    def __init__(self, rank: int, key: bytes) -> None:
+    def __init__(self, rank: int, key: bytes, host_timeout: float | None = None) -> None:
         self._rank = rank
         self._key = key
+        self._host_timeout = host_timeout
         self._sending = threading.Lock()
         self._sock: Connection | None = None
         self._connecting: socket.socket | None = None
@@ -46,6 +50,8 @@ class RelayConnection:
         self._connecting = bare
         try:
             bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._host_timeout is not None:
+                keep_alive(bare, self._host_timeout)
             address = handshake_address(host, port)
             sock, _ = authenticate(
                 bare, self._key, b"control", deadline, rank=self._rank, server=relay_rank, address=address

@@ -30,15 +30,25 @@ class Standby:
 
     Args:
         store_ends_with_rank_0: True if the job's store may end with rank 0's process.
+        host_timeout: that of :class:`Relay`.
 
     Attributes:
         port: of the listening socket; 0 before :meth:`listen`.
         store: the store that replaces the job's store, or None.
     """
 
-    def __init__(self, rank: int, size: int, key: bytes, host: str, store_ends_with_rank_0: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        key: bytes,
+        host: str,
+        store_ends_with_rank_0: bool,
+        host_timeout: float | None = None,
+    ) -> None:
         self.store: Store | None = None
         self._rank, self._size, self._key, self._host = rank, size, key, host
+        self._host_timeout = host_timeout
         self._store_ends_with_rank_0 = store_ends_with_rank_0
         self._listener: socket.socket | None = None
         self.port = 0
@@ -66,7 +76,7 @@ class Standby:
             )
             address = self._host, self._served.port
         takeover = Takeover(listener, address, departures, dict(expected))
-        self._relay = Relay(self._size, self._key, self._host, self._rank, takeover)
+        self._relay = Relay(self._size, self._key, self._host, self._rank, takeover, self._host_timeout)
 
     def use_store(self, address: tuple[str, int], timeout: timedelta) -> None:
         """Use the store that the relay's process serves.

@@ -12,12 +12,12 @@ from contextlib import suppress
 
 from unicoll.errors import AuthenticationError, DistNetworkError
 from unicoll.net import peer_credentials
-from unicoll.net.channel import Connection, authenticate
+from unicoll.net.channel import Connection, authenticate, keep_alive
 from unicoll.net.fork_safety import guard
 from unicoll.net.handshake import NoAnswerError
 from unicoll.net.interfaces import join_hostport
 from unicoll.net.secret import Secret
-from unicoll.net.stores.tcp_server import PURPOSE, keep_alive
+from unicoll.net.stores.tcp_server import PURPOSE
 from unicoll.net.timeouts import backoff, seconds_left
 
 _ATTEMPT_SECONDS = 10.0

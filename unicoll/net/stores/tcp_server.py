@@ -13,6 +13,7 @@ from itertools import count
 from unicoll.errors import DistStoreError
 from unicoll.net import peer_credentials
 from unicoll.net.authenticated_server import Client, Server
+from unicoll.net.channel import keep_alive
 from unicoll.net.interfaces import is_loopback_name
 from unicoll.net.secret import Secret
 from unicoll.net.stores.protocol import (
@@ -33,15 +34,6 @@ PURPOSE = b"store"
 
 _STOP_SECONDS = 5.0
 _MAX_WAIT_SECONDS = 3600.0
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Send small messages without delay, and detect within about a minute that the other host is down."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 class _ClientState:

@@ -1,0 +1,550 @@
+"""The launchers of a job on several nodes: which ranks each of them starts, and what they tell each other.
+
+The launcher on the endpoint's host, or that of node 0, serves a store at the endpoint; the others connect to it. When
+all have arrived they form a round: each gets a node rank, and they are connected by a control plane of their own
+(:mod:`unicoll.net.control`), which shows at once that a launcher has ended. A round lasts for any number of attempts.
+If a launcher dies, the others form another round, in which it takes part if it is started again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from unicoll.errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistError,
+    DistNetworkError,
+    OperationTimeoutError,
+    QueueEmptyError,
+    RankLostError,
+    StoreTimeoutError,
+)
+from unicoll.net import interfaces, logs
+from unicoll.net.control.client import ControlClient
+from unicoll.net.formatting import printable
+from unicoll.net.handshake import NoAnswerError
+from unicoll.net.secret import find_secret
+from unicoll.net.stores import PrefixStore, Store, TCPStore
+from unicoll.net.stores.signed import SignedStore
+from unicoll.net.timeouts import seconds_left
+from unicoll.run.args import LaunchOptions
+from unicoll.run.failure import first_line
+from unicoll.run.job import LocalJob, job_environment
+from unicoll.run.nodes import Cause, NodeEnd, Nodes, Placement
+from unicoll.run.output import Console
+from unicoll.run.signals import SignalQueue
+
+log = logs.logger("run")
+
+_HOST_TIMEOUT_S = 15.0
+"""Seconds after which a host that does not answer counts as down; as long as for torchrun's agents."""
+_CONNECT_S = 8.0
+"""Seconds in which launchers that have all arrived connect to each other; after that they form another round."""
+_SLICE_S = 0.2
+"""Seconds between looks for what other launchers have stored, and for those that have ended."""
+_PAUSE_S = 0.05
+"""Pause before something is tried again."""
+_STORE_S = 30.0
+"""Seconds for which the store may refuse requests before its launcher counts as lost."""
+_NOTICE_S = 10.0
+"""Seconds until the first line that says for which nodes this one waits; each later one comes after twice the time."""
+_LEAVE_S = 5.0
+"""Seconds that the launcher with the store waits at its end for the others to leave."""
+_FINAL = "end"
+"""The operation in the announcement of a launcher that ends, so that the attempt is not repeated."""
+
+
+class _Node(NamedTuple):
+    """A launcher that has arrived.
+
+    Attributes:
+        token: random text of the launcher.
+        rank: the node rank that it asks for, or had in the last round; -1 if neither.
+        asks: True if it asks for its rank.
+    """
+
+    token: str
+    host: str
+    pid: int
+    nproc: int
+    nnodes: int
+    run_id: str
+    max_restarts: int
+    rank: int
+    asks: bool
+
+    @classmethod
+    def parse(cls, record: Sequence[Any], size: int) -> _Node:
+        """The node of a list; ValueError or TypeError if it is none of a job of ``size`` nodes."""
+        token, host, pid, nproc, nnodes, run_id, max_restarts, rank, asks = record
+        if nnodes == size and not -1 <= rank < size:
+            raise ValueError(f"node rank {rank}")
+        job = int(nproc), int(nnodes), str(run_id), int(max_restarts)
+        return cls(str(token), str(host), int(pid), *job, int(rank), bool(asks))
+
+    def describe(self) -> str:
+        return f"host {self.host} (launcher pid {self.pid})"
+
+
+class SeveralNodes(Nodes):
+    """The nodes of a job on several ones. DistNetworkError: this host has no address that the others can reach."""
+
+    def __init__(self, options: LaunchOptions, console: Console, signals: SignalQueue) -> None:
+        assert options.master_port is not None
+        self._options = options
+        self._console = console
+        self._signals = signals
+        self._secret = find_secret()
+        self._address = interfaces.listen_addresses(options.master_addr).addresses[0]
+        self._endpoint = interfaces.join_hostport(options.master_addr, options.master_port)
+        self._size = options.nnodes
+        self._rank = -1 if options.node_rank is None else options.node_rank
+        self._token = secrets.token_hex(8)
+        self._root: TCPStore | None = None
+        self._server = b""  # random text of the one that serves the store
+        self._serves = False
+        self._round = 0
+        self._nodes: list[_Node] = []
+        self._control: ControlClient | None = None
+        self._store: Store | None = None  # the round's
+        self._exchanges = 0
+        self._attempt = ""
+        self._job: LocalJob | None = None
+        self._workers_store: TCPStore | None = None
+        self._agreed = False  # the attempt has ended on all nodes
+        self._succeeded: list[int] | None = None  # nodes whose workers have succeeded, once this one's have
+        self._next_look = 0.0
+        self._store_failed: float | None = None  # since when it has refused requests
+
+    # --- attempts ---------------------------------------------------------------------------------------------
+
+    def start(self, attempt: int, first_cause: Cause | None) -> Placement:
+        deadline = time.monotonic() + self._options.join_timeout
+        waited = _Notices(self._console)
+        with self._signals.ending():
+            while True:
+                try:
+                    if self._has_ended():
+                        raise DistError(self._lost())
+                    if self._control is None or self._lost():
+                        self._form_round(deadline, waited)
+                    return self._place(attempt, first_cause, deadline)
+                except (DistNetworkError, OperationTimeoutError, StoreTimeoutError) as error:
+                    if _is_refusal(error) or time.monotonic() >= deadline:
+                        raise
+                    waited.tell_new(str(error))
+                    self._leave_round()
+                    time.sleep(_PAUSE_S)
+
+    def _place(self, attempt: int, first_cause: Cause | None, deadline: float) -> Placement:
+        self._close_job()
+        self._agreed, self._succeeded, self._store_failed = False, None, None
+        nprocs = [node.nproc for node in self._nodes]
+        host, ports = self._options.master_addr, [0, 0]
+        if self._rank == 0:
+            interfaces.require_descriptors(sum(nprocs), f"the store of {sum(nprocs)} workers")
+            try:
+                self._job = job = LocalJob(os.environ, None, host, self._secret)
+            except DistNetworkError as error:
+                raise DistError(str(error)) from error
+            ports = [job.store.port, job.master_port]
+        starts = self._exchange({"attempt": attempt, "first": first_cause, "ports": ports}, deadline)
+        attempt = max(int(start["attempt"]) for start in starts)
+        causes = [
+            _of_node(rank, _received(start["first"]))
+            for rank, start in enumerate(starts)
+            if start["first"] is not None
+        ]
+        port, master_port = map(int, starts[0]["ports"])
+        # no other values of another host: without a secret it may be anyone's
+        environment = job_environment(interfaces.join_hostport(host, port), master_port)
+        self._attempt = f"attempt {attempt}"
+        store: Store
+        if self._job is not None:
+            store = self._job.store
+        else:
+            try:
+                store = self._workers_store = TCPStore(host, port, secret=self._secret, timeout=_CONNECT_S)
+            except (DistNetworkError, StoreTimeoutError) as error:
+                if self._lost():
+                    raise
+                raise DistError(f"the workers' store: {error}") from error
+        first_rank = sum(nprocs[: self._rank])
+        first_cause = min(causes, key=lambda cause: cause.time, default=None)
+        return Placement(attempt, self._rank, first_rank, sum(nprocs), environment, store, first_cause)
+
+    def announce(self, what: str, final: bool = False) -> None:
+        if self._control is not None and not self._agreed:
+            op = _FINAL if final else None
+            error = DistError(f"{self._describe(self._rank)}: {first_line(what)}", rank=self._rank, op=op)
+            self._control.announce_failure(self._attempt, range(self._size), error)
+
+    def failure(self) -> str:
+        announced = self._announced()
+        if announced is not None:
+            return "" if announced.rank == self._rank else printable(str(announced))
+        if self._store_failed is not None and time.monotonic() > self._store_failed + _STORE_S:
+            return f"the store of {self._describe(0)} does not answer"
+        return self._lost()
+
+    def succeeded(self) -> bool:
+        if self._succeeded is not None and time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + _SLICE_S
+        return not self._lost() and self._all_succeeded()
+
+    def _all_succeeded(self) -> bool:
+        """Store that this node's workers have succeeded, and look for the other nodes."""
+        assert self._store is not None
+        try:
+            if self._succeeded is None:
+                self._store.set(f"{self._attempt} succeeded/{self._rank}", b"1")
+                self._succeeded = []
+            while len(self._succeeded) < self._size:
+                if not self._store.check([f"{self._attempt} succeeded/{len(self._succeeded)}"]):
+                    break
+                self._succeeded.append(len(self._succeeded))
+            self._store_failed = None
+        except DistError:
+            self._store_failed = self._store_failed or time.monotonic()
+            return False
+        return len(self._succeeded) == self._size
+
+    def agree(self, end: NodeEnd) -> NodeEnd:
+        with self._signals.ending():
+            return self._agree(end)
+
+    def _agree(self, end: NodeEnd) -> NodeEnd:
+        options = self._options
+        deadline = time.monotonic() + options.grace + options.shutdown_timeout + 2 * _CONNECT_S
+        ends, lost = [], ""
+        try:
+            ends = self._exchange({"cause": end.cause, "may_restart": end.may_restart}, deadline)
+        except DistError as error:
+            lost = self._lost() or f"the other nodes have not ended the attempt: {error}"
+        self._agreed = True
+        self._close_job()
+        if self._succeeded is not None and self._all_succeeded():
+            return NodeEnd(None, False)
+        announced = self._announced()
+        is_final = announced is not None and announced.op == _FINAL
+        causes = [] if end.cause is None else [(self._rank, end.cause)]
+        for rank, each in enumerate(ends):
+            if rank != self._rank and each["cause"] is not None:
+                causes.append((rank, _of_node(rank, _received(each["cause"]))))
+        if announced is not None and (is_final or not causes):
+            lost = printable(str(announced))
+        if lost := lost or ("" if causes else self._lost()):
+            causes.append((-1, Cause(lost, 1, [f"  {lost}"], False, 0.0 if is_final else time.time())))
+        if not causes:
+            return NodeEnd(None, False)
+        first = announced.rank if announced is not None and not is_final else None
+        _, cause = min(causes, key=lambda each: (each[1].consequence, each[0] != first, each[1].time))
+        may_restart = end.may_restart and not is_final and not self._has_ended()
+        return NodeEnd(cause, may_restart and all(each["may_restart"] for each in ends))
+
+    def close(self) -> None:
+        self._close_job()
+        control, self._control = self._control, None
+        if control is not None:
+            deadline = time.monotonic() + _LEAVE_S  # the others may still read from the store
+            while self._serves and self._agreed and len(control.departed) < self._size - 1:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(_PAUSE_S)
+            control.close()
+        self._close_root()
+
+    def _close_job(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            job.close()
+        store, self._workers_store = self._workers_store, None
+        if store is not None:
+            store.close()
+
+    # --- between the launchers --------------------------------------------------------------------------------
+
+    def _describe(self, rank: int) -> str:
+        node = self._nodes[rank]
+        return printable(f"node {rank} (host {node.host}, launcher pid {node.pid})")
+
+    def _announced(self) -> DistError | None:
+        """The first failure of the attempt that a launcher has announced."""
+        return self._control.group_failure(self._attempt) if self._control is not None else None
+
+    def _lost(self) -> str:
+        """A launcher that has died or ended, in words; "" if none has."""
+        if (control := self._control) is None:
+            return ""
+        ranks = [rank for rank in [*control.departed] if rank != self._rank]
+        for rank in ranks:
+            if rank in control.died:
+                return f"{self._describe(rank)} has died, or its host is down"
+        if not ranks:
+            return ""
+        return f"{self._describe(ranks[0])} {'has ended' if ranks[0] in control.left else 'waits for others'}"
+
+    def _has_ended(self) -> bool:
+        """True if a launcher has ended by itself, and none has died: none is expected in its place."""
+        control = self._control
+        return control is not None and not control.died and bool(control.left - {self._rank})
+
+    def _exchange(self, record: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """The records of all nodes; RankLostError or OperationTimeoutError names a node that does not send its own."""
+        assert self._store is not None
+        self._exchanges += 1
+        keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps(record))
+        while True:
+            lost = self._lost()  # before: a launcher that ends in order has seen all records
+            if _have(self._store, keys):
+                break
+            if lost:
+                raise RankLostError(lost)
+            if time.monotonic() >= deadline:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise OperationTimeoutError(f"{', '.join(map(self._describe, missing))} does not answer")
+        return [json.loads(each) for each in self._store.multi_get(keys)]
+
+    # --- rounds -----------------------------------------------------------------------------------------------
+
+    def _form_round(self, deadline: float, waited: _Notices) -> None:
+        """Wait until the launchers of all nodes have arrived, and connect to them."""
+        if lost := self._lost():
+            self._leave_round()
+            seconds = seconds_left(deadline)
+            self._console.log(f"{lost}; waiting up to {seconds:.0f} s for a launcher in its place")
+        root = self._root or self._open_root(deadline, waited)
+        options = self._options
+        job = options.nproc, options.nnodes, options.run_id, options.max_restarts
+        token, place = self._token, (self._rank, options.node_rank is not None)
+        own = _Node(token, socket.gethostname(), os.getpid(), *job, *place)
+        number = self._round + 1 if self._serves else self._await_round(root, deadline, waited)
+        store = PrefixStore(f"round/{number}", root)
+        if self._serves:
+            self._round = number
+            root.set("round", str(number))
+            self._assign(store, own, deadline, waited)
+        else:
+            store.queue_push("arrivals", json.dumps(own))
+            self._round = number  # after the arrival is known
+        while not _have(store, [f"rank/{token}"]):
+            if store.check([f"refused/{token}"]):
+                raise DistArgumentError(printable(store.get(f"refused/{token}").decode()))
+            if int(root.get("round")) != self._round:
+                raise RankLostError(f"other launchers have met at {self._endpoint}")
+            self._wait(f"the other launchers at {self._endpoint}", deadline, waited)
+        try:
+            found = json.loads(store.get("nodes"))
+            self._rank = int(store.get(f"rank/{token}"))
+            self._nodes = [_Node.parse(node, self._size) for node in found["nodes"]]
+            made = bytes.fromhex(found["key"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise DistError(
+                f"{self._endpoint} has values of another program or version of unicoll"
+            ) from error
+        self._connect(PrefixStore("launchers", store), made, deadline)
+
+    def _connect(self, store: PrefixStore, made: bytes, deadline: float) -> None:
+        """Connect to the launchers of the round. ``made`` is its key if the job has no secret."""
+        text = f"launchers of round {self._round} of {self._server.decode()}"
+        key = hmac.digest(self._secret.key or made, text.encode(), "sha256")
+        self._store = SignedStore(store, key)
+        self._exchanges = 0
+        control = ControlClient(
+            self._rank, self._size, key, self._address, name="launch", host_timeout=_HOST_TIMEOUT_S
+        )
+        self._control = control
+        try:
+            control.start(self._store, min(_CONNECT_S, seconds_left(deadline, 0.1)), self._endpoint)
+        except OperationTimeoutError as error:
+            missing = ", ".join(map(self._describe, error.missing or [0]))
+            raise OperationTimeoutError(f"{missing} has not connected to the other launchers") from error
+        except RankLostError as error:
+            raise RankLostError(self._lost() or str(error)) from error
+
+    def _assign(self, store: Store, own: _Node, deadline: float, waited: _Notices) -> None:
+        """Store the launchers of the round in the order of their node ranks, once all have arrived."""
+        nodes = [own._replace(rank=0, asks=True)]  # this one, which serves the workers' store
+        while len(nodes) < self._size:
+            try:
+                node = _Node.parse(json.loads(store.queue_pop("arrivals", block=False)), self._size)
+            except (ValueError, TypeError):
+                self._console.log("a process that is no launcher of this version of unicoll is ignored")
+                continue
+            except QueueEmptyError:
+                missing = self._size - len(nodes)
+                self._wait(
+                    f"{missing} of {self._size} nodes to connect to {self._endpoint}", deadline, waited
+                )
+                time.sleep(_PAUSE_S)
+                continue
+            if node.token in [one.token for one in nodes]:
+                continue  # it was not sure that it had arrived
+            if reason := self._refusal(nodes[0], node):
+                store.set(f"refused/{node.token}", reason)
+                self._console.log(printable(f"{node.describe()} is refused: {reason}"))
+                continue
+            for one in nodes[1:]:
+                if node.asks and one.asks and one.rank == node.rank:  # it may have died
+                    nodes.remove(one)
+                    store.set(f"refused/{one.token}", f"{node.describe()} has --node-rank {node.rank}, too")
+            nodes.append(node)
+        chosen: dict[int, _Node] = {}
+        for node in sorted(nodes, key=lambda node: not node.asks):
+            if node.rank >= 0:
+                chosen.setdefault(node.rank, node)
+        others = iter([node for node in nodes if node not in chosen.values()])
+        order = [chosen[rank] if rank in chosen else next(others) for rank in range(self._size)]
+        made = "" if self._secret.key else secrets.token_hex(32)
+        store.set("nodes", json.dumps({"nodes": order, "key": made}))
+        store.multi_set([f"rank/{node.token}" for node in order], [str(rank) for rank in range(self._size)])
+
+    def _refusal(self, own: _Node, other: _Node) -> str:
+        """Why another launcher cannot take part; "" if it can."""
+        for flag, mine, given in (
+            ("--nnodes", own.nnodes, other.nnodes),
+            ("--rdzv-id", own.run_id, other.run_id),
+            ("--max-restarts", own.max_restarts, other.max_restarts),
+        ):
+            if given != mine:
+                return f"{flag} is {mine} on {own.describe()} and {given} on {other.describe()}"
+        if other.asks and other.rank == 0:
+            return f"node 0 is {own.describe()}, which serves {self._endpoint}"
+        return ""
+
+    def _wait(self, what: str, deadline: float, waited: _Notices) -> None:
+        """Say from time to time what this launcher waits for; OperationTimeoutError after the deadline."""
+        waited.tell(what)
+        if time.monotonic() >= deadline:
+            raise OperationTimeoutError(f"waited {self._options.join_timeout:g} s for {what}")
+
+    def _await_round(self, root: TCPStore, deadline: float, waited: _Notices) -> int:
+        """The next round of the launcher with the store."""
+        while True:
+            if _have(root, ["round"]) and (number := int(root.get("round"))) > self._round:
+                return number
+            self._wait(f"a place in the job at {self._endpoint}, which has all its nodes", deadline, waited)
+            time.sleep(_PAUSE_S)
+
+    def _leave_round(self) -> None:
+        self._close_job()
+        control, self._control = self._control, None
+        store_is_lost = not self._serves and (control is None or 0 in control.departed)
+        self._store = None
+        if control is not None:
+            control.close(DistError("it waits for other launchers"))
+        if store_is_lost:
+            self._close_root()
+
+    # --- the store at the endpoint ----------------------------------------------------------------------------
+
+    def _open_root(self, deadline: float, waited: _Notices) -> TCPStore:
+        """Serve the store at the endpoint, or connect to it."""
+        asked = self._options.node_rank
+        may_serve = asked == 0 or (asked is None and interfaces.is_local_address(self._options.master_addr))
+        while True:
+            if may_serve:
+                try:
+                    return self._serve_root()
+                except DistNetworkError as error:
+                    if asked == 0:
+                        raise DistError(str(error)) from None
+                    # the port is in use, by another launcher of this host perhaps
+            try:
+                return self._connect_to_root(min(seconds_left(deadline, 0.001), 1.0))
+            except (DistNetworkError, StoreTimeoutError) as error:
+                if _is_refusal(error):
+                    raise
+                what = f"a launcher that serves {self._endpoint}: that of its host, or the one with --node-rank 0"
+                self._wait(f"{what} ({error})", deadline, waited)
+            time.sleep(_PAUSE_S)
+
+    def _serve_root(self) -> TCPStore:
+        host, port = self._options.master_addr, self._options.master_port
+        assert port is not None
+        self._root = root = TCPStore(host, port, is_master=True, wait_for_workers=False, secret=self._secret)
+        self._serves = True
+        self._server, self._round = secrets.token_hex(8).encode(), 0
+        root.set("server", self._server)
+        return root
+
+    def _connect_to_root(self, seconds: float) -> TCPStore:
+        host, port = self._options.master_addr, self._options.master_port
+        assert port is not None
+        self._serves = False
+        root = TCPStore(host, port, timeout=seconds, wait_for_workers=False, secret=self._secret)
+        try:
+            if (server := root.get("server")) != self._server:
+                self._server, self._round = server, 0
+            root.set_timeout(timedelta(seconds=_CONNECT_S))
+        except BaseException:
+            root.close()
+            raise
+        self._root = root
+        return root
+
+    def _close_root(self) -> None:
+        root, self._root = self._root, None
+        if root is not None:
+            root.close()
+
+
+def _received(packed: Sequence[Any]) -> Cause:
+    """The cause that another launcher has sent."""
+    summary, exit_code, entry, consequence, when = packed
+    return Cause(printable(summary), int(exit_code), [*map(printable, entry)], bool(consequence), float(when))
+
+
+def _of_node(rank: int, cause: Cause) -> Cause:
+    """The cause for the report of another node, which does not show its traceback."""
+    entry = [line.removesuffix(" (above)") for line in cause.entry]
+    if len(entry) > 1 and not any(line.startswith("  node ") for line in entry):
+        entry.insert(1, f"  node      : {rank}")
+    return cause._replace(entry=entry)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """True if trying again does not help: the other side has another secret."""
+    return isinstance(error, AuthenticationError) and not isinstance(error, NoAnswerError)
+
+
+class _Notices:
+    """Lines that say what the launcher waits for, and what has failed meanwhile."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = time.monotonic()
+        self._after = _NOTICE_S
+        self._told: set[str] = set()
+
+    def tell(self, what: str) -> None:
+        """Say what is waited for if it is time."""
+        if time.monotonic() >= self._began + self._after:
+            self._console.log(f"has waited {self._after:.0f} s for {what}")
+            self._after *= 2
+
+    def tell_new(self, text: str) -> None:
+        """Write a text unless it is written already."""
+        if text not in self._told:
+            self._told.add(text)
+            self._console.log(text)
+
+
+def _have(store: Store, keys: Sequence[str]) -> bool:
+    """True if all keys have a value within a moment."""
+    with suppress(StoreTimeoutError):
+        store.wait([*keys], timedelta(seconds=_SLICE_S))
+        return True
+    return False
