@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
 from tests.support import forkserver, ranks, selection  # noqa: E402 - needs the path
+from tests.support.hosts import built_hosts, hosts  # noqa: E402, F401 - fixtures
 from unicoll.testing import sampling  # noqa: E402
 from unicoll.testing.ranks import leftovers, snapshot  # noqa: E402
 

@@ -8,13 +8,12 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.hosts import Hosts, built_hosts
+from tests.support.hosts import Hosts
 from tests.support.ranks import ROOT, environment
 
 PROGRAMS = str(Path(__file__).with_name("host_programs.py"))
@@ -22,18 +21,6 @@ SECRET = {"UNICOLL_SECRET": "the secret that these tests share"}
 BOUND = 120.0
 
 _ports = itertools.count(21000)
-
-
-@pytest.fixture(scope="module")
-def built() -> Iterator[Hosts]:
-    with built_hosts() as made:
-        yield made
-
-
-@pytest.fixture
-def hosts(built: Hosts) -> Iterator[Hosts]:
-    yield built
-    built.restore()
 
 
 class FinishedJob:

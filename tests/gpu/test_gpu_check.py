@@ -67,6 +67,12 @@ def test_every_stage_runs_without_a_gpu(rehearsal: tuple[str, dict[str, Any]]) -
     assert end[-1].endswith("gpu_check_simulated.json")
 
 
+def test_files_of_the_checkout_have_relative_paths_in_the_json(rehearsal: tuple[str, dict[str, Any]]) -> None:
+    written = json.dumps(rehearsal[1])
+    assert "tests/support/worker.py:" in written
+    assert str(ROOT) not in written
+
+
 def test_the_json_holds_what_was_found(rehearsal: tuple[str, dict[str, Any]]) -> None:
     figures = {name: stage["figures"] for name, stage in rehearsal[1]["stages"].items()}
     assert figures["machine"]["device"]["nccl"] == 23007

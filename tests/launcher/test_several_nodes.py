@@ -16,7 +16,7 @@ import pytest
 
 from tests.launcher.launching import LaunchFolder, all_gone, environment, wait_until
 from tests.support import selection
-from tests.support.hosts import Hosts, built_hosts
+from tests.support.hosts import Hosts
 from tests.support.ports import listening_ports
 from unicoll.run.job import reserve_port
 
@@ -268,18 +268,6 @@ def test_launchers_that_do_not_fit(
 
 
 # --- two hosts ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def built() -> Iterator[Hosts]:
-    with built_hosts() as made:
-        yield made
-
-
-@pytest.fixture
-def hosts(built: Hosts) -> Iterator[Hosts]:
-    yield built
-    built.restore()
 
 
 class HostJob:

@@ -12,25 +12,19 @@ from tests.conformance import group_jobs, matching_jobs, p2p_jobs
 from tests.faults import fault_jobs
 from tests.mpi import ported_programs
 from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
-from tests.support.hosts import Hosts, built_hosts
+from tests.support.hosts import Hosts
 from tests.support.ranks import Pool, pools
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with built_hosts() as made:
-        yield made
-
-
 @pytest.fixture(
     scope="module", params=itertools.product(["mpi", "gloo"], [1, 2]), ids="{0[0]}, hosts: {0[1]}".format
 )
-def pool(request: pytest.FixtureRequest, hosts: Hosts) -> Iterator[Callable[[int], Pool]]:
+def pool(request: pytest.FixtureRequest, built_hosts: Hosts) -> Iterator[Callable[[int], Pool]]:
     backend, count = request.param
-    where, prepare = hosts if count == 2 else None, (ported_programs.warm_up,)
+    where, prepare = built_hosts if count == 2 else None, (ported_programs.warm_up,)
     start = partial(MpiJob, backend=backend, hosts=where, warm_up=True, prepare=prepare)
     with pools(start) as made:
         assert len(set(made(4).run(fault_jobs.hostname))) == count

@@ -126,9 +126,9 @@ class Hosts:
             self.switch_on(lan, host)
 
 
-@contextlib.contextmanager
+@pytest.fixture(scope="module")
 def built_hosts() -> Iterator[Hosts]:
-    """Two hosts, for a fixture; the tests are skipped where they cannot be built."""
+    """Two hosts for a module; its tests are skipped where they cannot be built."""
     made = Hosts()
     try:
         try:
@@ -140,3 +140,10 @@ def built_hosts() -> Iterator[Hosts]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def hosts(built_hosts: Hosts) -> Iterator[Hosts]:
+    """The two hosts for a test, which may change their links and leave processes."""
+    yield built_hosts
+    built_hosts.restore()

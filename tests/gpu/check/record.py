@@ -81,11 +81,11 @@ class Reporter:
 
 
 def description_of(error: BaseException) -> str:
-    """A description of an exception; the error is its first line. Files of this checkout have relative paths."""
+    """A description of an exception; the error is its first line."""
     text = f"{type(error).__name__}: {error}"
     if not isinstance(error, RanksFailed):  # which has the ranks' tracebacks
         text += "\n" + "".join(traceback.format_exception(error))
-    return text.replace(f"{ROOT}/", "")[:_MOST_CHARACTERS]
+    return text[:_MOST_CHARACTERS]
 
 
 def headline(detail: str) -> str:
@@ -141,9 +141,10 @@ class Document:
         self.write()
 
     def write(self) -> None:
-        """Write the whole file."""
+        """Write the whole file. Files of this checkout have relative paths in it."""
         beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(json.dumps(self.data, indent=1) + "\n")
+        text = json.dumps(self.data, indent=1).replace(json.dumps(f"{ROOT}/")[1:-1], "")
+        beside.write_text(f"{text}\n")
         os.replace(beside, self.path)
 
     def move(self, path: Path) -> None:
