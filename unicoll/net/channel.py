@@ -28,7 +28,8 @@ def keep_alive(sock: Connection, host_timeout: float | None = None) -> None:
     """Send small messages without delay, and detect that the other host is down.
 
     Args:
-        host_timeout: seconds until then, also while data wait for an answer; None is a minute without such data.
+        host_timeout: seconds until then, also while sent data is unacknowledged (TCP_USER_TIMEOUT); None is about a
+            minute, for a connection without such data.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -21,7 +21,9 @@ def title(name: str) -> str:
 
 
 @contextmanager
-def warn_while_waiting(name: str, describe: Callable[[], str]) -> Iterator[None]:
+def warn_while_waiting(
+    name: str, describe: Callable[[], str], say: Callable[[str], object] | None = None
+) -> Iterator[None]:
     """Log a warning when the block has lasted 10 s, and each time that it has lasted twice as long.
 
     The first one comes after a third of ``UNICOLL_STALL_WARNING`` if that is later; 0 turns the warnings off.
@@ -29,6 +31,7 @@ def warn_while_waiting(name: str, describe: Callable[[], str]) -> Iterator[None]
     Args:
         name: of the job, or "".
         describe: called on another thread; what this process waits for, or "" if another process says it.
+        say: called there with "has waited ..."; None logs a warning that begins with the :func:`title`.
     """
     stall_s = environment.number("UNICOLL_STALL_WARNING")
     if not stall_s:
@@ -42,7 +45,11 @@ def warn_while_waiting(name: str, describe: Callable[[], str]) -> Iterator[None]
         after = first
         while not ended.wait(max(0.0, begun + after - time.monotonic())):
             if waits_for := describe():
-                log.warning("%s has waited %.0f s for %s", title(name), after, waits_for)
+                text = f"has waited {after:.0f} s for {waits_for}"
+                if say is not None:
+                    say(text)
+                else:
+                    log.warning("%s %s", title(name), text)
             after *= 2
 
     thread = threading.Thread(target=warn, name="unicoll-join-warnings", daemon=True)

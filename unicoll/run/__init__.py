@@ -7,7 +7,7 @@ It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
   its store on the loopback interface, and reserves a free MASTER_PORT, so concurrent launches do not conflict.
 - **Several nodes.** Start the same command on each, with ``--nnodes``, ``--rdzv-endpoint`` and one secret in
   UNICOLL_SECRET or UNICOLL_SECRET_FILE. The launchers agree on node ranks and end attempts together. A launcher that
-  is lost is named by the others, which wait for one in its place if a restart is left.
+  is lost is named by the others, which wait for a replacement if a restart is left.
 - **Output.** Whole lines, prefixed ``[<role><local_rank>]:``; stdout and stderr stay separate. A single worker
   writes to the console directly. Local rank 0 inherits stdin, the others have an empty one.
 - **Failure.** After the first failure the others have ``--grace`` seconds to fail by themselves; then they get

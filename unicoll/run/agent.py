@@ -59,8 +59,8 @@ class Agent:
             )
         finally:
             nodes.close()
-            if self._signals.early is not None:
-                self._console.log(f"got {self._signals.early.name}")
+            if self._signals.exit_signal is not None:
+                self._console.log(f"got {self._signals.exit_signal.name}")
             if guard is not None:
                 guard.stop()
             if not logs.kept:

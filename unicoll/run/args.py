@@ -136,9 +136,6 @@ def _refuse_unsupported(parsed: argparse.Namespace) -> None:
         raise ValueError("--logs-specs is not supported")
     if parsed.numa_binding and parsed.numa_binding not in BINDINGS:
         raise ValueError(f"--numa-binding {parsed.numa_binding} is none of {', '.join(BINDINGS)}")
-    for pair in filter(None, parsed.rdzv_conf.split(",")):
-        if "=" not in pair:
-            raise ValueError(f"--rdzv-conf: {pair!r} is not key=value")
 
 
 def _nodes(text: str, target: str) -> int:
@@ -209,7 +206,11 @@ def _endpoint(text: str) -> tuple[str, int | None]:
 
 def _join_timeout(conf: str) -> float:
     """``join_timeout`` of --rdzv-conf: how long a launcher waits for those of the other nodes; torchrun's default."""
-    given = dict(pair.split("=", 1) for pair in filter(None, conf.split(",")))
+    pairs = [pair.partition("=") for pair in filter(None, conf.split(","))]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise ValueError(f"--rdzv-conf: {key!r} is not key=value")
+    given = {key: value for key, _, value in pairs}
     text = given.get("join_timeout", "600")
     try:
         seconds = float(text)

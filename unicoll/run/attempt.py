@@ -56,7 +56,7 @@ class Attempt:
     ``_pending_signals`` has the signals still to be sent to the workers and their times; it is empty without failures.
 
     Attributes:
-        number: how often the workers were restarted before.
+        number: number of earlier restarts.
         failed: the workers that have failed, in the order of detection.
         signal: the launcher's signal that ended it.
         failure: why it has failed on this node, after the end of :meth:`run`; None without a failed worker.
@@ -74,6 +74,7 @@ class Attempt:
         self._guard = launch.guard
         self._nodes = launch.nodes
         self._place = place
+        self._node_rank = place.node_rank if launch.options.nnodes > 1 else None
         self.number = place.attempt
         self.failed: list[Worker] = []
         self.signal: signal.Signals | None = None
@@ -84,7 +85,6 @@ class Attempt:
         self._workers: list[Worker] = []
         self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signal_time = 0.0
-        self._interrupted = False  # a signal that ends the launch has arrived
         self._left: list[int] = []  # processes that did not end
         self._stopping_since: float | None = None  # wall clock of the first signal to the workers
         self._kill_time: float | None = None
@@ -109,13 +109,13 @@ class Attempt:
 
     def _determine_failure(self) -> None:
         if self.failed:
-            self.failure = Failure(self._workers, self.failed, self._logs.kept)
+            self.failure = Failure(self._workers, self.failed, self._logs.kept, self._node_rank)
 
     @property
     def end(self) -> NodeEnd:
         """Its end on this node. The workers can be started again if none is left and no signal ends the launch."""
         cause = self.failure.cause if self.failure is not None else None
-        return NodeEnd(cause, not self._left and not self._interrupted)
+        return NodeEnd(cause, not self._left and not self._signals.seen)
 
     def exit_code(self, cause: Cause | None) -> int:
         """The launcher's exit code if this is the last attempt, and ``cause`` is why it has failed."""
@@ -181,7 +181,7 @@ class Attempt:
         running = sum(worker.status is None for worker in self._workers)
         if len(self._workers) == 1 or not running or time.monotonic() < self._status_time:
             return
-        text = f"node {self._place.node_rank}: " if self._options.nnodes > 1 else ""
+        text = f"node {self._node_rank}: " if self._node_rank is not None else ""
         text += f"{running}/{len(self._workers)} workers running"
         if self.number:
             text += f", restart {self.number}/{self._options.max_restarts}"
@@ -315,7 +315,6 @@ class Attempt:
             now = time.monotonic()
             if number == self.signal and now - self._signal_time < _REPEAT_SECONDS:
                 continue
-            self._interrupted = True
             if number == self.signal or self.failed:
                 self._console.log(
                     f"got {number.name} again: killing the workers" if self.signal else f"got {number.name}"
@@ -361,7 +360,6 @@ class Attempt:
         if self._files is not None:
             self._files.close()
         while self._signals.received:
-            self._interrupted = True
             self._console.log(f"got {self._signals.received.popleft().name}")
         for worker in self._workers:
             if worker.poll():

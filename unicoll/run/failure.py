@@ -79,18 +79,25 @@ class Failure:
     Args:
         workers, failures: of the attempt.
         keeps_files: True if the error files stay.
+        node: the node rank of a job on several nodes.
     """
 
-    def __init__(self, workers: Sequence[Worker], failures: Sequence[Worker], keeps_files: bool) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        failures: Sequence[Worker],
+        keeps_files: bool,
+        node: int | None = None,
+    ) -> None:
         self.root = root = root_cause(failures)
         status = _status(root)
         self._failures = failures
         self._stopped = [worker.rank for worker in workers if worker.stopped]
         self._culprit = _named(workers, failures, root)
         if self._culprit is None:
-            entry = _entry(root, keeps_files)
+            entry = _entry(root, keeps_files, node)
         else:
-            entry = _named_entry(self._culprit, root, keeps_files)
+            entry = _named_entry(self._culprit, root, keeps_files, node)
         self.cause = Cause(
             summary(root),
             status if status >= 0 else 128 - status,
@@ -154,11 +161,11 @@ def report(title: str, lines: Sequence[str], cause: Cause, reader: str, first: C
     return "\n".join(["", *parts, double]) + "\n"
 
 
-def _entry(worker: Worker, keeps_files: bool) -> list[str]:
+def _entry(worker: Worker, keeps_files: bool, node: int | None) -> list[str]:
     status, record = _status(worker), worker.failure
     by_signal = f" ({signal_name(-status)})" if status < 0 else ""
     return [
-        *_place(worker, _time(worker)),
+        *_place(worker, _time(worker), node),
         f"  exitcode  : {status} (pid: {worker.pid}){by_signal}",
         f"  error_file: {worker.error_file if record and keeps_files else '<N/A>'}",
         f"  traceback : {first_line(_cause(worker))}{' (above)' if record else ''}",
@@ -174,7 +181,7 @@ def _named(workers: Sequence[Worker], failures: Sequence[Worker], root: Worker) 
     return found if sum(worker.status == 0 for worker in workers) <= len(failures) else None
 
 
-def _named_entry(worker: Worker, root: Worker, keeps_files: bool) -> list[str]:
+def _named_entry(worker: Worker, root: Worker, keeps_files: bool, node: int | None) -> list[str]:
     """The entry of a worker that has not failed, but is named in the error of the first failure."""
     ended = worker.status is not None and not worker.stopped
     end = (
@@ -184,16 +191,17 @@ def _named_entry(worker: Worker, root: Worker, keeps_files: bool) -> list[str]:
     )
     at = worker.ended if ended else _time(root)
     return [
-        *_place(worker, at),
+        *_place(worker, at, node),
         f"  exitcode  : {end}",
         f"  error_file: {f'{root.error_file} (of rank {root.rank})' if keeps_files else '<N/A>'}",
         f"  traceback : none; rank {root.rank} names it: {first_line(_cause(root))} (above)",
     ]
 
 
-def _place(worker: Worker, at: float) -> list[str]:
+def _place(worker: Worker, at: float, node: int | None) -> list[str]:
     return [
         "[0]:",
+        *([f"  node      : {node}"] if node is not None else ()),
         f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(at))}",
         f"  host      : {socket.gethostname()}",
         f"  rank      : {worker.rank} (local_rank: {worker.local_rank})",

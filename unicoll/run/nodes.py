@@ -43,7 +43,7 @@ class Placement(NamedTuple):
     """The workers of this node in one attempt.
 
     Attributes:
-        attempt: how often the workers were restarted before.
+        attempt: number of earlier restarts.
         node_rank: this node's.
         first_rank: rank of local rank 0.
         world_size: number of workers of all nodes.

@@ -33,6 +33,7 @@ from unicoll.net import interfaces, logs
 from unicoll.net.control.client import ControlClient
 from unicoll.net.formatting import printable
 from unicoll.net.handshake import NoAnswerError
+from unicoll.net.join_warnings import warn_while_waiting
 from unicoll.net.secret import find_secret
 from unicoll.net.stores import PrefixStore, Store, TCPStore
 from unicoll.net.stores.signed import SignedStore
@@ -50,14 +51,12 @@ _HOST_TIMEOUT_S = 15.0
 """Seconds after which a host that does not answer counts as down; as long as for torchrun's agents."""
 _CONNECT_S = 8.0
 """Seconds in which launchers that have all arrived connect to each other; after that they form another round."""
-_SLICE_S = 0.2
-"""Seconds between looks for what other launchers have stored, and for those that have ended."""
+_POLL_S = 0.2
+"""Seconds between checks for other launchers' keys and departures."""
 _PAUSE_S = 0.05
-"""Pause before something is tried again."""
+"""Seconds between retries."""
 _STORE_S = 30.0
 """Seconds for which the store may refuse requests before its launcher counts as lost."""
-_NOTICE_S = 10.0
-"""Seconds until the first line that says for which nodes this one waits; each later one comes after twice the time."""
 _LEAVE_S = 5.0
 """Seconds that the launcher with the store waits at its end for the others to leave."""
 _FINAL = "end"
@@ -69,8 +68,8 @@ class _Node(NamedTuple):
 
     Attributes:
         token: random text of the launcher.
-        rank: the node rank that it asks for, or had in the last round; -1 if neither.
-        asks: True if it asks for its rank.
+        rank: the node rank of --node-rank, or that of the last round; -1 if neither.
+        is_fixed: True if --node-rank gave the rank.
     """
 
     token: str
@@ -81,16 +80,16 @@ class _Node(NamedTuple):
     run_id: str
     max_restarts: int
     rank: int
-    asks: bool
+    is_fixed: bool
 
     @classmethod
     def parse(cls, record: Sequence[Any], size: int) -> _Node:
         """The node of a list; ValueError or TypeError if it is none of a job of ``size`` nodes."""
-        token, host, pid, nproc, nnodes, run_id, max_restarts, rank, asks = record
+        token, host, pid, nproc, nnodes, run_id, max_restarts, rank, is_fixed = record
         if nnodes == size and not -1 <= rank < size:
             raise ValueError(f"node rank {rank}")
         job = int(nproc), int(nnodes), str(run_id), int(max_restarts)
-        return cls(str(token), str(host), int(pid), *job, int(rank), bool(asks))
+        return cls(str(token), str(host), int(pid), *job, int(rank), bool(is_fixed))
 
     def describe(self) -> str:
         return f"host {self.host} (launcher pid {self.pid})"
@@ -122,33 +121,38 @@ class SeveralNodes(Nodes):
         self._job: LocalJob | None = None
         self._workers_store: TCPStore | None = None
         self._agreed = False  # the attempt has ended on all nodes
-        self._succeeded: list[int] | None = None  # nodes whose workers have succeeded, once this one's have
-        self._next_look = 0.0
+        self._has_succeeded = False  # this node's workers have, and the others can see it
+        self._next_poll = 0.0
         self._store_failed: float | None = None  # since when it has refused requests
+        self._waits_for = ""
+        self._shown: set[str] = set()  # errors in this start of an attempt
 
     # --- attempts ---------------------------------------------------------------------------------------------
 
     def start(self, attempt: int, first_cause: Cause | None) -> Placement:
         deadline = time.monotonic() + self._options.join_timeout
-        waited = _Notices(self._console)
-        with self._signals.ending():
+        self._shown.clear()
+        describe = warn_while_waiting("launch", lambda: self._waits_for, self._console.log)
+        with self._signals.exit_on_signal(), describe:
             while True:
                 try:
                     if self._has_ended():
                         raise DistError(self._lost())
                     if self._control is None or self._lost():
-                        self._form_round(deadline, waited)
+                        self._form_round(deadline)
                     return self._place(attempt, first_cause, deadline)
                 except (DistNetworkError, OperationTimeoutError, StoreTimeoutError) as error:
                     if _is_refusal(error) or time.monotonic() >= deadline:
                         raise
-                    waited.tell_new(str(error))
+                    if str(error) not in self._shown:
+                        self._shown.add(str(error))
+                        self._console.log(str(error))
                     self._leave_round()
                     time.sleep(_PAUSE_S)
 
     def _place(self, attempt: int, first_cause: Cause | None, deadline: float) -> Placement:
-        self._close_job()
-        self._agreed, self._succeeded, self._store_failed = False, None, None
+        self._waits_for = "the other nodes to begin the attempt"
+        self._agreed, self._has_succeeded, self._store_failed = False, False, None
         nprocs = [node.nproc for node in self._nodes]
         host, ports = self._options.master_addr, [0, 0]
         if self._rank == 0:
@@ -160,11 +164,8 @@ class SeveralNodes(Nodes):
             ports = [job.store.port, job.master_port]
         starts = self._exchange({"attempt": attempt, "first": first_cause, "ports": ports}, deadline)
         attempt = max(int(start["attempt"]) for start in starts)
-        causes = [
-            _of_node(rank, _received(start["first"]))
-            for rank, start in enumerate(starts)
-            if start["first"] is not None
-        ]
+        firsts = [start["first"] for start in starts if start["first"] is not None]
+        causes = [_of_another_node(_received(each)) for each in firsts]
         port, master_port = map(int, starts[0]["ports"])
         # no other values of another host: without a secret it may be anyone's
         environment = job_environment(interfaces.join_hostport(host, port), master_port)
@@ -198,30 +199,27 @@ class SeveralNodes(Nodes):
         return self._lost()
 
     def succeeded(self) -> bool:
-        if self._succeeded is not None and time.monotonic() < self._next_look:
+        if self._has_succeeded and time.monotonic() < self._next_poll:
             return False
-        self._next_look = time.monotonic() + _SLICE_S
+        self._next_poll = time.monotonic() + _POLL_S
         return not self._lost() and self._all_succeeded()
 
     def _all_succeeded(self) -> bool:
         """Store that this node's workers have succeeded, and look for the other nodes."""
         assert self._store is not None
         try:
-            if self._succeeded is None:
+            if not self._has_succeeded:
                 self._store.set(f"{self._attempt} succeeded/{self._rank}", b"1")
-                self._succeeded = []
-            while len(self._succeeded) < self._size:
-                if not self._store.check([f"{self._attempt} succeeded/{len(self._succeeded)}"]):
-                    break
-                self._succeeded.append(len(self._succeeded))
+                self._has_succeeded = True
+            found = self._store.check([f"{self._attempt} succeeded/{rank}" for rank in range(self._size)])
             self._store_failed = None
         except DistError:
             self._store_failed = self._store_failed or time.monotonic()
             return False
-        return len(self._succeeded) == self._size
+        return found
 
     def agree(self, end: NodeEnd) -> NodeEnd:
-        with self._signals.ending():
+        with self._signals.exit_on_signal():
             return self._agree(end)
 
     def _agree(self, end: NodeEnd) -> NodeEnd:
@@ -231,26 +229,27 @@ class SeveralNodes(Nodes):
         try:
             ends = self._exchange({"cause": end.cause, "may_restart": end.may_restart}, deadline)
         except DistError as error:
-            lost = self._lost() or f"the other nodes have not ended the attempt: {error}"
+            lost = self._lost() or str(error)
         self._agreed = True
         self._close_job()
-        if self._succeeded is not None and self._all_succeeded():
+        if self._has_succeeded and self._all_succeeded():
             return NodeEnd(None, False)
         announced = self._announced()
-        is_final = announced is not None and announced.op == _FINAL
+        if announced is not None and announced.op == _FINAL:
+            return NodeEnd(_plain_cause(printable(str(announced))), False)
         causes = [] if end.cause is None else [(self._rank, end.cause)]
         for rank, each in enumerate(ends):
             if rank != self._rank and each["cause"] is not None:
-                causes.append((rank, _of_node(rank, _received(each["cause"]))))
-        if announced is not None and (is_final or not causes):
+                causes.append((rank, _of_another_node(_received(each["cause"]))))
+        if announced is not None and not causes:
             lost = printable(str(announced))
         if lost := lost or ("" if causes else self._lost()):
-            causes.append((-1, Cause(lost, 1, [f"  {lost}"], False, 0.0 if is_final else time.time())))
+            causes.append((-1, _plain_cause(lost)))
         if not causes:
             return NodeEnd(None, False)
-        first = announced.rank if announced is not None and not is_final else None
+        first = announced.rank if announced is not None else None
         _, cause = min(causes, key=lambda each: (each[1].consequence, each[0] != first, each[1].time))
-        may_restart = end.may_restart and not is_final and not self._has_ended()
+        may_restart = end.may_restart and not self._has_ended()
         return NodeEnd(cause, may_restart and all(each["may_restart"] for each in ends))
 
     def close(self) -> None:
@@ -293,7 +292,8 @@ class SeveralNodes(Nodes):
                 return f"{self._describe(rank)} has died, or its host is down"
         if not ranks:
             return ""
-        return f"{self._describe(ranks[0])} {'has ended' if ranks[0] in control.left else 'waits for others'}"
+        how = "has ended" if ranks[0] in control.left else "has left to form a new round"
+        return f"{self._describe(ranks[0])} {how}"
 
     def _has_ended(self) -> bool:
         """True if a launcher has ended by itself, and none has died: none is expected in its place."""
@@ -314,52 +314,51 @@ class SeveralNodes(Nodes):
                 raise RankLostError(lost)
             if time.monotonic() >= deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise OperationTimeoutError(f"{', '.join(map(self._describe, missing))} does not answer")
+                if missing:
+                    raise OperationTimeoutError(f"no answer from {', '.join(map(self._describe, missing))}")
         return [json.loads(each) for each in self._store.multi_get(keys)]
 
     # --- rounds -----------------------------------------------------------------------------------------------
 
-    def _form_round(self, deadline: float, waited: _Notices) -> None:
+    def _form_round(self, deadline: float) -> None:
         """Wait until the launchers of all nodes have arrived, and connect to them."""
         if lost := self._lost():
             self._leave_round()
             seconds = seconds_left(deadline)
-            self._console.log(f"{lost}; waiting up to {seconds:.0f} s for a launcher in its place")
-        root = self._root or self._open_root(deadline, waited)
+            self._console.log(f"{lost}; waiting up to {seconds:.0f} s for a replacement launcher")
+        root = self._root or self._open_root(deadline)
         options = self._options
         job = options.nproc, options.nnodes, options.run_id, options.max_restarts
         token, place = self._token, (self._rank, options.node_rank is not None)
         own = _Node(token, socket.gethostname(), os.getpid(), *job, *place)
-        number = self._round + 1 if self._serves else self._await_round(root, deadline, waited)
+        number = self._round + 1 if self._serves else self._await_round(root, deadline)
         store = PrefixStore(f"round/{number}", root)
         if self._serves:
             self._round = number
             root.set("round", str(number))
-            self._assign(store, own, deadline, waited)
+            self._assign(store, own, deadline)
         else:
             store.queue_push("arrivals", json.dumps(own))
             self._round = number  # after the arrival is known
         while not _have(store, [f"rank/{token}"]):
-            if store.check([f"refused/{token}"]):
-                raise DistArgumentError(printable(store.get(f"refused/{token}").decode()))
-            if int(root.get("round")) != self._round:
-                raise RankLostError(f"other launchers have met at {self._endpoint}")
-            self._wait(f"the other launchers at {self._endpoint}", deadline, waited)
+            if (reason := store.try_get(f"refused/{token}")) is not None:
+                raise DistArgumentError(printable(reason.decode(errors="replace")))
+            if self._number_of_round(root) != self._round:
+                raise RankLostError(f"another round was formed at {self._endpoint} without this launcher")
+            self._wait(f"the other launchers at {self._endpoint}", deadline)
         try:
             found = json.loads(store.get("nodes"))
             self._rank = int(store.get(f"rank/{token}"))
             self._nodes = [_Node.parse(node, self._size) for node in found["nodes"]]
-            made = bytes.fromhex(found["key"])
+            round_key = bytes.fromhex(found["key"])
         except (ValueError, TypeError, KeyError) as error:
-            raise DistError(
-                f"{self._endpoint} has values of another program or version of unicoll"
-            ) from error
-        self._connect(PrefixStore("launchers", store), made, deadline)
+            raise self._foreign_values() from error
+        self._connect(PrefixStore("launchers", store), round_key, deadline)
 
-    def _connect(self, store: PrefixStore, made: bytes, deadline: float) -> None:
-        """Connect to the launchers of the round. ``made`` is its key if the job has no secret."""
+    def _connect(self, store: PrefixStore, round_key: bytes, deadline: float) -> None:
+        """Connect to the launchers of the round. ``round_key`` is its key if the job has no secret."""
         text = f"launchers of round {self._round} of {self._server.decode()}"
-        key = hmac.digest(self._secret.key or made, text.encode(), "sha256")
+        key = hmac.digest(self._secret.key or round_key, text.encode(), "sha256")
         self._store = SignedStore(store, key)
         self._exchanges = 0
         control = ControlClient(
@@ -370,45 +369,49 @@ class SeveralNodes(Nodes):
             control.start(self._store, min(_CONNECT_S, seconds_left(deadline, 0.1)), self._endpoint)
         except OperationTimeoutError as error:
             missing = ", ".join(map(self._describe, error.missing or [0]))
-            raise OperationTimeoutError(f"{missing} has not connected to the other launchers") from error
+            raise OperationTimeoutError(f"not connected to the other launchers: {missing}") from error
         except RankLostError as error:
             raise RankLostError(self._lost() or str(error)) from error
+        except DistNetworkError as error:
+            if _is_refusal(error):
+                raise
+            raise DistNetworkError(f"{self._describe(0)}: {error}") from error
 
-    def _assign(self, store: Store, own: _Node, deadline: float, waited: _Notices) -> None:
+    def _assign(self, store: Store, own: _Node, deadline: float) -> None:
         """Store the launchers of the round in the order of their node ranks, once all have arrived."""
-        nodes = [own._replace(rank=0, asks=True)]  # this one, which serves the workers' store
+        nodes = [own._replace(rank=0, is_fixed=True)]  # this one, which serves the workers' store
         while len(nodes) < self._size:
             try:
                 node = _Node.parse(json.loads(store.queue_pop("arrivals", block=False)), self._size)
             except (ValueError, TypeError):
-                self._console.log("a process that is no launcher of this version of unicoll is ignored")
+                self._console.log(
+                    f"ignored a message at {self._endpoint} that is not from a launcher of this version"
+                )
                 continue
             except QueueEmptyError:
-                missing = self._size - len(nodes)
-                self._wait(
-                    f"{missing} of {self._size} nodes to connect to {self._endpoint}", deadline, waited
-                )
+                missing = f"{self._size - len(nodes)} of {self._size} nodes to connect to {self._endpoint}"
+                self._wait(f"{missing}; connected: {', '.join(node.describe() for node in nodes)}", deadline)
                 time.sleep(_PAUSE_S)
                 continue
             if node.token in [one.token for one in nodes]:
-                continue  # it was not sure that it had arrived
+                continue  # pushed again: the first push may have been lost
             if reason := self._refusal(nodes[0], node):
                 store.set(f"refused/{node.token}", reason)
                 self._console.log(printable(f"{node.describe()} is refused: {reason}"))
                 continue
             for one in nodes[1:]:
-                if node.asks and one.asks and one.rank == node.rank:  # it may have died
+                if node.is_fixed and one.is_fixed and one.rank == node.rank:  # it may have died
                     nodes.remove(one)
                     store.set(f"refused/{one.token}", f"{node.describe()} has --node-rank {node.rank}, too")
             nodes.append(node)
         chosen: dict[int, _Node] = {}
-        for node in sorted(nodes, key=lambda node: not node.asks):
+        for node in sorted(nodes, key=lambda node: not node.is_fixed):
             if node.rank >= 0:
                 chosen.setdefault(node.rank, node)
         others = iter([node for node in nodes if node not in chosen.values()])
         order = [chosen[rank] if rank in chosen else next(others) for rank in range(self._size)]
-        made = "" if self._secret.key else secrets.token_hex(32)
-        store.set("nodes", json.dumps({"nodes": order, "key": made}))
+        round_key = "" if self._secret.key else secrets.token_hex(32)
+        store.set("nodes", json.dumps({"nodes": order, "key": round_key}))
         store.multi_set([f"rank/{node.token}" for node in order], [str(rank) for rank in range(self._size)])
 
     def _refusal(self, own: _Node, other: _Node) -> str:
@@ -420,23 +423,35 @@ class SeveralNodes(Nodes):
         ):
             if given != mine:
                 return f"{flag} is {mine} on {own.describe()} and {given} on {other.describe()}"
-        if other.asks and other.rank == 0:
+        if other.is_fixed and other.rank == 0:
             return f"node 0 is {own.describe()}, which serves {self._endpoint}"
         return ""
 
-    def _wait(self, what: str, deadline: float, waited: _Notices) -> None:
-        """Say from time to time what this launcher waits for; OperationTimeoutError after the deadline."""
-        waited.tell(what)
+    def _wait(self, what: str, deadline: float) -> None:
+        """Note what this launcher waits for; OperationTimeoutError after the deadline."""
+        self._waits_for = what
         if time.monotonic() >= deadline:
             raise OperationTimeoutError(f"waited {self._options.join_timeout:g} s for {what}")
 
-    def _await_round(self, root: TCPStore, deadline: float, waited: _Notices) -> int:
+    def _await_round(self, root: TCPStore, deadline: float) -> int:
         """The next round of the launcher with the store."""
         while True:
-            if _have(root, ["round"]) and (number := int(root.get("round"))) > self._round:
+            if (number := self._number_of_round(root)) > self._round:
                 return number
-            self._wait(f"a place in the job at {self._endpoint}, which has all its nodes", deadline, waited)
+            self._wait(
+                f"a free node rank at {self._endpoint}: all {self._size} nodes are connected", deadline
+            )
             time.sleep(_PAUSE_S)
+
+    def _number_of_round(self, root: TCPStore) -> int:
+        """The number of the round that is or was formed last; 0 if there is none."""
+        try:
+            return int(root.try_get("round") or 0)
+        except ValueError as error:
+            raise self._foreign_values() from error
+
+    def _foreign_values(self) -> DistError:
+        return DistError(f"{self._endpoint} has values of another program or version of unicoll")
 
     def _leave_round(self) -> None:
         self._close_job()
@@ -444,13 +459,13 @@ class SeveralNodes(Nodes):
         store_is_lost = not self._serves and (control is None or 0 in control.departed)
         self._store = None
         if control is not None:
-            control.close(DistError("it waits for other launchers"))
+            control.close(DistError("it left to form a new round"))
         if store_is_lost:
             self._close_root()
 
     # --- the store at the endpoint ----------------------------------------------------------------------------
 
-    def _open_root(self, deadline: float, waited: _Notices) -> TCPStore:
+    def _open_root(self, deadline: float) -> TCPStore:
         """Serve the store at the endpoint, or connect to it."""
         asked = self._options.node_rank
         may_serve = asked == 0 or (asked is None and interfaces.is_local_address(self._options.master_addr))
@@ -467,8 +482,8 @@ class SeveralNodes(Nodes):
             except (DistNetworkError, StoreTimeoutError) as error:
                 if _is_refusal(error):
                     raise
-                what = f"a launcher that serves {self._endpoint}: that of its host, or the one with --node-rank 0"
-                self._wait(f"{what} ({error})", deadline, waited)
+                what = f"node 0 to listen on {self._endpoint}: the launcher on that host, or the one with --node-rank 0"
+                self._wait(f"{what} ({error})", deadline)
             time.sleep(_PAUSE_S)
 
     def _serve_root(self) -> TCPStore:
@@ -501,18 +516,20 @@ class SeveralNodes(Nodes):
             root.close()
 
 
+def _plain_cause(text: str) -> Cause:
+    """The cause that is no worker's failure."""
+    return Cause(text, 1, [f"  {text}"], False, time.time())
+
+
 def _received(packed: Sequence[Any]) -> Cause:
     """The cause that another launcher has sent."""
     summary, exit_code, entry, consequence, when = packed
     return Cause(printable(summary), int(exit_code), [*map(printable, entry)], bool(consequence), float(when))
 
 
-def _of_node(rank: int, cause: Cause) -> Cause:
+def _of_another_node(cause: Cause) -> Cause:
     """The cause for the report of another node, which does not show its traceback."""
-    entry = [line.removesuffix(" (above)") for line in cause.entry]
-    if len(entry) > 1 and not any(line.startswith("  node ") for line in entry):
-        entry.insert(1, f"  node      : {rank}")
-    return cause._replace(entry=entry)
+    return cause._replace(entry=[line.removesuffix(" (above)") for line in cause.entry])
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -520,31 +537,9 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, AuthenticationError) and not isinstance(error, NoAnswerError)
 
 
-class _Notices:
-    """Lines that say what the launcher waits for, and what has failed meanwhile."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._began = time.monotonic()
-        self._after = _NOTICE_S
-        self._told: set[str] = set()
-
-    def tell(self, what: str) -> None:
-        """Say what is waited for if it is time."""
-        if time.monotonic() >= self._began + self._after:
-            self._console.log(f"has waited {self._after:.0f} s for {what}")
-            self._after *= 2
-
-    def tell_new(self, text: str) -> None:
-        """Write a text unless it is written already."""
-        if text not in self._told:
-            self._told.add(text)
-            self._console.log(text)
-
-
 def _have(store: Store, keys: Sequence[str]) -> bool:
     """True if all keys have a value within a moment."""
     with suppress(StoreTimeoutError):
-        store.wait([*keys], timedelta(seconds=_SLICE_S))
+        store.wait([*keys], timedelta(seconds=_POLL_S))
         return True
     return False

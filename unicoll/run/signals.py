@@ -23,9 +23,9 @@ class SignalQueue:
     Attributes:
         received: those that end the launch and are not handled yet.
         dump_requested: SIGUSR1 has arrived.
-        started: a worker has been started, and :meth:`ending` is not in effect.
+        started: a worker has been started, and :meth:`exit_on_signal` is not in effect.
         seen: a signal has arrived that ends the launch.
-        early: the signal that has raised SystemExit.
+        exit_signal: the signal that has raised SystemExit.
     """
 
     def __init__(self, numbers: Collection[signal.Signals]) -> None:
@@ -33,7 +33,7 @@ class SignalQueue:
         self.dump_requested = False
         self.started = False
         self.seen = False
-        self.early: signal.Signals | None = None
+        self.exit_signal: signal.Signals | None = None
         self._numbers = frozenset(numbers)
         self._previous: dict[signal.Signals, Any] = {}
         self._read, self._write = socket.socketpair()
@@ -60,7 +60,7 @@ class SignalQueue:
         self._write.close()
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def exit_on_signal(self) -> Iterator[None]:
         """While no worker runs: a signal that has arrived or arrives now ends the launch with SystemExit(128 + N)."""
         before, self.started = self.started, False
         try:
@@ -71,7 +71,7 @@ class SignalQueue:
             self.started = before
 
     def _exit(self, number: signal.Signals) -> None:
-        self.early = number
+        self.exit_signal = number
         sys.exit(128 + number)
 
     def fileno(self) -> int:
