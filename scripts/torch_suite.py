@@ -189,8 +189,7 @@ class _Stub:
         self._size = size
         self._folder = folder
         self._path = str(Path(folder, "stub"))
-        from unicoll.bench.launch import mpirun_variables
-        from unicoll.run.workers import mpirun
+        from unicoll.run.mpirun import mpirun, mpirun_variables
 
         self._mpirun = mpirun() or "mpirun"
         self._variables = mpirun_variables(size) | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}

@@ -667,6 +667,8 @@ def test_an_error_names_the_root_cause(
             "CUDA_VISIBLE_DEVICES=0 has 1",
         ),
         (["--logs-specs=x", "work.py"], "--logs-specs is not supported"),
+        (["--mpi", "--nnodes=2", "work.py"], "--mpi is for one node"),
+        (["--mpi", "--tee=1", "work.py"], "mpirun starts the workers, which has no --tee"),
         (["--redirects=5", "work.py"], "--redirects 5"),
         (["--tee=3:1", "work.py"], "no local rank 3"),
         (["--signals-to-handle=SIGKILL", "work.py"], "SIGKILL"),

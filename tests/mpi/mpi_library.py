@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tests.support.ranks import environment
-from unicoll.run.workers import mpirun_path
+from unicoll.run.mpirun import mpirun_path
 
 GRACE_S = 8.0
 _SHARED_MEMORY = "/dev/shm/"

@@ -201,6 +201,13 @@ else:
 """
 
 
+def test_our_own_launcher_starts_mpirun(tmp_path: Path) -> None:
+    """In a job of another launcher, too."""
+    words = ("-m", "unicoll.run", "--mpi", "--nproc-per-node", "2")
+    ended = run_alone(COMPLAIN, tmp_path, *words, RANK="0", WORLD_SIZE="1")
+    assert sorted(ended.stdout.splitlines()) == ["0 2", "1 2"], ended
+
+
 def test_started_by_our_own_launcher_mpi_is_refused(tmp_path: Path) -> None:
     ended = run_alone(COMPLAIN, tmp_path, "-m", "unicoll.run", "--nproc-per-node", "2", "--no-prefix")
     output = ended.stdout.splitlines()

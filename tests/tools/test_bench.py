@@ -24,7 +24,7 @@ from tests.tools import bench_jobs
 from unicoll.arrays.compression import codec_for
 from unicoll.arrays.types import BY_NAME, COMPRESSIONS
 from unicoll.backend.ops import OPS, Arity
-from unicoll.bench import contenders, launch, main, plot, table
+from unicoll.bench import contenders, main, plot, table
 from unicoll.bench.args import DEFAULT_SIZES, TYPES, parse, parse_size
 from unicoll.bench.arrays import Unsupported
 from unicoll.bench.contract import BenchCase
@@ -35,7 +35,7 @@ from unicoll.bench.operations import IN, OPERATIONS, OUT, REDUCED, CallRank, Sou
 from unicoll.bench.report import _environment, write
 from unicoll.bench.values import PERIOD, REDOPS, Values, decoded, encoded
 from unicoll.group import registry
-from unicoll.run.workers import mpirun
+from unicoll.run.mpirun import mpirun, mpirun_variables
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 QUICK = "--budget 0.01 --turns 2"
@@ -664,14 +664,13 @@ def test_the_exit_status_is_that_of_the_ranks() -> None:
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_for_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_for_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    command, variables = launch.mpirun_command("/x/mpirun", 2, ["all_reduce", "-n", "2"])
-    assert command == ["/x/mpirun", "-n", "2", sys.executable, "-m", "unicoll.bench", "all_reduce", "-n", "2"]
+    variables = mpirun_variables(2)
     assert not any("ROOT" in name or "oversubscribe" in value for name, value in variables.items())
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    variables = launch.mpirun_command("/x/mpirun", 3, [])[1]
+    variables = mpirun_variables(3)
     assert variables["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     assert variables["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
 

@@ -20,7 +20,7 @@ from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import BackendUnavailableError
 from unicoll.group import backend_choice, registry
 from unicoll.net.formatting import backend_text
-from unicoll.run.workers import mpirun, mpirun_path
+from unicoll.run.mpirun import mpirun, mpirun_path
 
 MAPS = "/proc/self/maps"
 PCI = "/sys/bus/pci/devices"

@@ -19,6 +19,8 @@ It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
   the job names the first failure of the first attempt; the exit code is that of the last.
 - **No orphans.** No process that a worker has started outlives the job, even if the launcher is killed by
   SIGKILL; see ``unicoll.run.process_cleanup`` for how a job's processes are identified, and how one may leave the job.
+- **MPI.** With ``--mpi`` the launcher is replaced by the mpirun beside this Python, or on PATH: output, failures and
+  signals are mpirun's.
 - **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the workers' process groups and end the
   job with 128 + N, without a restart; a second Ctrl-C kills at once. SIGUSR1 is sent to the workers that handle it:
   ranks write the flight recorder's dump. A signal that is ignored when the launcher starts (nohup) stays ignored.
@@ -45,6 +47,10 @@ def main(argv: Sequence[str] | None = None, *, as_torchs_launch: bool = False) -
 
     options = parse(argv, as_torchs_launch)
     try:
+        if options.mpi:
+            from unicoll.run import mpirun
+
+            mpirun.run(options)
         return Agent(options).run()
     except (OSError, DistError) as error:
         text = (

@@ -30,6 +30,7 @@ _MOST_PROCESSES = 1 << 22
 class LaunchOptions:
     """The program to start, and how.
 
+    ``mpi`` is True if mpirun starts it, with ``nproc`` processes; then no other option has an effect.
     ``kind`` is "script", "module" or "command"; ``python`` runs the first two. ``redirects`` and ``tees``
     map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown`` is the set of local ranks whose output
     is shown, None for all. ``node_rank`` is None if the launchers of several nodes agree on it. ``master_port`` is None
@@ -40,6 +41,7 @@ class LaunchOptions:
     CUDA_VISIBLE_DEVICES with ``--virtual-local-rank``; else it is empty.
     """
 
+    mpi: bool
     kind: str
     target: str
     arguments: tuple[str, ...]
@@ -92,7 +94,8 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
     _check_target(kind, parsed.target, python)
     if parsed.log_dir and os.path.exists(parsed.log_dir) and not os.path.isdir(parsed.log_dir):
         raise ValueError(f"--log-dir {parsed.log_dir} is not a directory")
-    return LaunchOptions(
+    options = LaunchOptions(
+        mpi=parsed.mpi,
         kind=kind,
         target=parsed.target,
         arguments=tuple(parsed.arguments),
@@ -123,6 +126,29 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
         affinity=cpu_affinity(parsed.numa_binding, nproc, gpu_addresses()) if parsed.numa_binding else {},
         devices=_devices(nproc) if parsed.virtual_local_rank else {},
     )
+    if options.mpi:
+        _refuse_with_mpi(options)
+    return options
+
+
+def _refuse_with_mpi(options: LaunchOptions) -> None:
+    """ValueError if an option asks for what this launcher does with its workers, and mpirun does not."""
+    if options.nnodes > 1:
+        raise ValueError("--mpi is for one node: on several ones start mpirun, with its option for hosts")
+    asked = {
+        "--max-restarts": options.max_restarts,
+        "--redirects": any(options.redirects.values()),
+        "--tee": any(options.tees.values()),
+        "--log-dir": options.log_dir,
+        "--local-ranks-filter": options.shown,
+        "--duplicate-stdout-filters": options.matches[OUT],
+        "--duplicate-stderr-filters": options.matches[ERR],
+        "--numa-binding": options.affinity,
+        "--virtual-local-rank": options.devices,
+        "--local-rank": options.gives_local_rank,
+    }
+    if refused := [flag for flag, value in asked.items() if value]:
+        raise ValueError(f"--mpi: mpirun starts the workers, which has no {refused[0]}")
 
 
 def _refuse_unsupported(parsed: argparse.Namespace) -> None:

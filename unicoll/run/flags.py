@@ -36,7 +36,7 @@ examples:
   {command} -n 4 -m package.train        a module, as python -m runs it
   two machines; the same on both, with the same UNICOLL_SECRET_FILE:
   {command} -n 8 --nnodes 2 --rdzv-endpoint first.example.org:29500 train.py""",
-        epilog="""The flags are torchrun's, except -n, --grace and --no-prefix. Each may be set by PET_<NAME> in
+        epilog="""The flags are torchrun's, except -n, --mpi, --grace and --no-prefix. Each may be set by PET_<NAME> in
 the environment, for example PET_NPROC_PER_NODE=4. Not supported: --logs-specs.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -101,6 +101,10 @@ def _workers_flags(flags: _Flags) -> None:
     flags.value(
         "role", "default", "NAME", "name of the workers, for prefixes and environment (default: default)"
     )
+    mpi = (
+        "start the workers with the mpirun beside this Python, or on PATH, which then replaces this launcher"
+    )
+    flags.switch("mpi", mpi)
     binding = f"bind each worker to the CPUs near its GPU: {', '.join(BINDINGS)}"
     flags.value("numa-binding", None, "MODE", binding)
     flags.switch("virtual-local-rank", "LOCAL_RANK is 0, and each worker sees its own GPU only")

@@ -96,7 +96,7 @@ class _Node(NamedTuple):
 
 
 class SeveralNodes(Nodes):
-    """The nodes of a job on several ones. DistNetworkError: this host has no address that the others can reach."""
+    """The nodes of a job on several ones."""
 
     def __init__(self, options: LaunchOptions, console: Console, signals: SignalQueue) -> None:
         assert options.master_port is not None
@@ -104,7 +104,7 @@ class SeveralNodes(Nodes):
         self._console = console
         self._signals = signals
         self._secret = find_secret()
-        self._address = interfaces.listen_addresses(options.master_addr).addresses[0]
+        self._address = ""  # to listen on
         self._endpoint = interfaces.join_hostport(options.master_addr, options.master_port)
         self._size = options.nnodes
         self._rank = -1 if options.node_rank is None else options.node_rank
@@ -466,9 +466,16 @@ class SeveralNodes(Nodes):
     # --- the store at the endpoint ----------------------------------------------------------------------------
 
     def _open_root(self, deadline: float) -> TCPStore:
-        """Serve the store at the endpoint, or connect to it."""
+        """Serve the store at the endpoint, or connect to it; DistError if no other host can reach this one."""
+        host = self._options.master_addr
+        self._waits_for = f"node 0: {host} has no address yet"
+        interfaces.wait_for_name(host, deadline, self._console.log)
+        try:
+            self._address = interfaces.listen_addresses(host).addresses[0]
+        except DistNetworkError as error:
+            raise DistError(str(error)) from None
         asked = self._options.node_rank
-        may_serve = asked == 0 or (asked is None and interfaces.is_local_address(self._options.master_addr))
+        may_serve = asked == 0 or (asked is None and interfaces.is_local_address(host))
         while True:
             if may_serve:
                 try:

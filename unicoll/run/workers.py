@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -170,19 +169,6 @@ def shared_environment(
         **job,
     )
     return shared
-
-
-def mpirun() -> str | None:
-    """Path of mpirun: the one next to the interpreter, which belongs to its mpi4py, else the one on PATH."""
-    adjacent = Path(sys.executable).with_name("mpirun")
-    if os.access(adjacent, os.X_OK):
-        return str(adjacent)
-    return shutil.which("mpirun") or shutil.which("mpiexec")
-
-
-def mpirun_path(program: str) -> dict[str, str]:
-    """PATH with mpirun's folder in front: Intel MPI's mpirun finds its other programs there."""
-    return {"PATH": os.pathsep.join([str(Path(program).parent), os.environ.get("PATH", os.defpath)])}
 
 
 def checkout_path(environ: Mapping[str, str]) -> dict[str, str]:
