@@ -94,6 +94,14 @@ FLUX = SRUN | env(
     PMI_RANK=3 PMI_SIZE=4 PMI_FD=21
     """
 )
+# one rank per pod: Kubeflow's trainer, LeaderWorkerSet, an indexed Job
+KUBEFLOW = env(
+    """
+    PET_NNODES=4 PET_NPROC_PER_NODE=1 PET_NODE_RANK=3 PET_MASTER_ADDR=train-node-0-0.train PET_MASTER_PORT=29500
+    """
+)
+LWS = env("LWS_LEADER_ADDRESS=train-0.train.default LWS_GROUP_SIZE=4 LWS_WORKER_INDEX=3")
+JOB = env("JOB_COMPLETION_INDEX=3 WORLD_SIZE=4 MASTER_ADDR=train-0.train")
 PALS = {name: value for name, value in CRAY.items() if name.startswith("PALS_")}
 
 
@@ -120,6 +128,9 @@ def found(environ: dict[str, str]) -> LaunchInfo:
         (INTEL, "intelmpi", (1, 2, 1, 2, None)),
         (CRAY, "mpich", (3, 4, 1, 2, None)),
         (PALS | {"PALS_SIZE": "4"}, "pals", (3, 4, 1, 2, 1)),
+        (KUBEFLOW, "kubeflow", (3, 4, None, None, 3)),
+        (LWS, "leaderworkerset", (3, 4, None, None, 3)),
+        (JOB, "kubernetes", (3, 4, None, None, 3)),
     ],
 )
 def test_rows(environ: dict[str, str], name: str, members: tuple[int | None, ...]) -> None:
@@ -127,7 +138,8 @@ def test_rows(environ: dict[str, str], name: str, members: tuple[int | None, ...
     assert launched.name == name
     names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
     assert tuple(getattr(launched, each) for each in names) == members
-    assert launched.started_by_mpi == (name not in ("torchrun", "unicoll", "environment"))
+    without_mpi = ("torchrun", "unicoll", "environment", "kubeflow", "leaderworkerset", "kubernetes")
+    assert launched.started_by_mpi == (name not in without_mpi)
 
 
 def test_source_names_the_variables_used() -> None:
@@ -148,6 +160,9 @@ def test_source_names_the_variables_used() -> None:
         (SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5", "PMI_FD": "7"}, "slurm"),  # srun --mpi=pmi2
         ({"RANK": "0"} | OPENMPI_5, "openmpi"),  # an incomplete row lends nothing to the next
         ({"RANK": "0", "WORLD_SIZE": ""} | OPENMPI_5, "openmpi"),
+        (TORCHRUN | KUBEFLOW, "torchrun"),
+        (OPENMPI_5 | LWS, "openmpi"),  # mpirun in a pod
+        (JOB | {"RANK": "3"}, "environment"),
     ],
 )
 def test_order_of_the_rows(environ: dict[str, str], name: str) -> None:
@@ -173,6 +188,9 @@ def test_a_process_without_launcher(environ: dict[str, str]) -> None:
         (SALLOC_SHELL, "SLURM_STEP_ID=4294967290 is a batch script's or a shell's step"),
         (PRTERUN, "PMIX_RANK is set but PMIX_SIZE is not .*mpirun"),
         (PALS, "PALS_RANKID is set but PALS_SIZE is not"),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "2"}, "PET_NPROC_PER_NODE=2 needs torchrun or unirun"),
+        (KUBEFLOW | {"PET_NNODES": "2:4"}, "PET_NNODES=2:4 needs torchrun"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "WORLD_SIZE is not .set WORLD_SIZE to the completions of the Job"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set but OMPI_COMM_WORLD_SIZE is not"),
     ],
 )
@@ -180,6 +198,7 @@ def test_near_misses(environ: dict[str, str], message: str) -> None:
     assert detect(environ) is None
     assert re.search(message, "; ".join(near_misses(environ)))
     assert near_misses({"PATH": "/bin"}) == []
+    assert len(near_misses(environ)) == 1
 
 
 @pytest.mark.parametrize(
@@ -206,6 +225,23 @@ def test_master_from_the_environment() -> None:
     assert launched.master_source == "MASTER_ADDR, MASTER_PORT"
     assert launched.master_hint == ""
     assert found(TORCHRUN | {"MASTER_ADDR": "[fd00::1]"}).master_addr == "fd00::1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "address", "port", "source"),
+    [
+        (KUBEFLOW, "train-node-0-0.train", 29500, "PET_MASTER_ADDR, PET_MASTER_PORT"),
+        (LWS, "train-0.train.default", None, "LWS_LEADER_ADDRESS, port from LWS_LEADER_ADDRESS="),
+        (LWS | {"MASTER_PORT": "4000"}, "train-0.train.default", 4000, "LWS_LEADER_ADDRESS, MASTER_PORT"),
+        (JOB, "train-0.train", None, "MASTER_ADDR, port from MASTER_ADDR=train-0.train"),
+    ],
+)
+def test_master_of_pods(environ: dict[str, str], address: str, port: int | None, source: str) -> None:
+    launched = found(environ)
+    assert launched.master_addr == address
+    assert launched.master_port == port or (port is None and not launched.port_fixed)
+    assert launched.master_source.startswith(source)
+    assert launched.master_hint == ""
 
 
 @pytest.mark.parametrize("environ", [OPENMPI_5, MVAPICH2, INTEL])

@@ -24,6 +24,7 @@ class LauncherRow:
         job: variables that together are equal on all ranks of a job and differ between jobs.
         agents: names of the launcher's own process on each host (as the kernel truncates them: 15 characters).
             If no ``job`` variable is set, the process id of that ancestor distinguishes the jobs of one host.
+        address, port: of rank 0.
         nodelist: the job's hosts, in Slurm's bracket notation; rank 0 runs on the first one.
         reorders: returns True if rank 0 may run on another host of the list.
         mpi: True if MPI is the default backend of host arrays.
@@ -40,6 +41,8 @@ class LauncherRow:
     exclude: Callable[[Environ], str | None] | None = None
     job: tuple[str, ...] = ()
     agents: tuple[str, ...] = ()
+    address: tuple[str, ...] = ("MASTER_ADDR",)
+    port: tuple[str, ...] = ("MASTER_PORT",)
     nodelist: tuple[str, ...] = ()
     reorders: Callable[[Environ], bool] | None = None
     mpi: bool = False
@@ -66,6 +69,15 @@ def _not_a_slurm_task(environ: Environ) -> str | None:
 def _is_arbitrary(environ: Environ) -> bool:
     """True if srun took the order of the ranks from the user (-m arbitrary); the node list is sorted nevertheless."""
     return environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+
+
+def _not_one_rank_per_pod(environ: Environ) -> str | None:
+    """Kubeflow gives each pod the flags of torchrun, which unirun reads, too; without them a pod is one rank."""
+    for name in ("PET_NPROC_PER_NODE", "PET_NNODES"):
+        text = environ.get(name, "1")
+        if not text.isdigit() or (name == "PET_NPROC_PER_NODE" and text != "1"):
+            return f"{name}={text} needs torchrun or unirun to start the ranks of each pod"
+    return None
 
 
 def _set_by_slurm(environ: Environ) -> str | None:
@@ -170,5 +182,31 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         job=("PALS_APID",),
         mpi=True,
         hint="PALS sets the size as PMI_SIZE together with PMI_RANK, or not at all: set PALS_SIZE",
+    ),
+    LauncherRow(
+        "kubeflow",
+        rank="PET_NODE_RANK",
+        size=("PET_NNODES",),
+        node_rank=("PET_NODE_RANK",),
+        exclude=_not_one_rank_per_pod,
+        job=("PET_MASTER_ADDR",),
+        address=("PET_MASTER_ADDR",),
+        port=("PET_MASTER_PORT",),
+    ),
+    LauncherRow(
+        "leaderworkerset",
+        rank="LWS_WORKER_INDEX",
+        size=("LWS_GROUP_SIZE",),
+        node_rank=("LWS_WORKER_INDEX",),
+        job=("LWS_LEADER_ADDRESS",),
+        address=("LWS_LEADER_ADDRESS", "MASTER_ADDR"),
+    ),
+    LauncherRow(
+        "kubernetes",  # a pod of an indexed Job, or of a JobSet's; the address of pod 0 differs between jobs
+        rank="JOB_COMPLETION_INDEX",
+        size=("WORLD_SIZE",),
+        node_rank=("JOB_COMPLETION_INDEX",),
+        job=("MASTER_ADDR",),
+        hint="set WORLD_SIZE to the completions of the Job",
     ),
 )

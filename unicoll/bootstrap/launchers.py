@@ -89,10 +89,17 @@ def from_mpi_world(rank: int, world_size: int) -> LaunchInfo:
     return replace(found, source="MPI_COMM_WORLD")
 
 
-def master_of(environ: Environ) -> tuple[str | None, int | None]:
-    """MASTER_ADDR without brackets and MASTER_PORT, each None if not set; DistArgumentError if it is no port."""
-    address, port = (environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return address.strip("[]") or None, parse_port(port, f"MASTER_PORT={port}") if port else None
+def master_of(environ: Environ, row: LauncherRow = TORCH_STYLE) -> tuple[str | None, int | None]:
+    """A row's address of rank 0, without brackets, and its port, each None if not set.
+
+    Raises:
+        DistArgumentError: the port is no number from 0 to 65535.
+    """
+    address, port = _first_set(row.address, environ), _first_set(row.port, environ)
+    return (
+        environ[address].strip().strip("[]") or None if address else None,
+        parse_port(environ[port].strip(), f"{port}={environ[port].strip()}") if port else None,
+    )
 
 
 def has_rank_without_size() -> bool:
@@ -109,6 +116,7 @@ def has_rank_without_size() -> bool:
 def near_misses(environ: Environ = os.environ) -> list[str]:
     """Why rows with some of their variables set do not apply, one sentence each; for error messages."""
     reasons: list[str] = []
+    without_rank: set[str] = set()  # sizes; two rows have WORLD_SIZE
     for row in LAUNCHERS:
         if row.marker is not None:
             continue
@@ -118,7 +126,8 @@ def near_misses(environ: Environ = os.environ) -> list[str]:
         elif rank and not size:
             text = f"{rank} is set but {' or '.join(row.size)} is not"
             reasons.append(f"{text} ({row.hint})" if row.hint else text)
-        elif size and not rank and row.exclude is None:
+        elif size and not rank and row.exclude is None and size not in without_rank:
+            without_rank.add(size)
             reasons.append(f"{size} is set but {row.rank} is not")
     return reasons
 
@@ -155,7 +164,7 @@ def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
         master_port=port,
         master_source=source,
         master_hint=address_hint(row, address, port, single_host=single_host),
-        port_fixed=master_of(environ)[1] is not None,
+        port_fixed=_first_set(row.port, environ) is not None,
         job=job,
     )
 
@@ -167,9 +176,9 @@ def _master(
     sources: list[str] = []
     reordered = row.reorders is not None and row.reorders(environ)
     nodelist = _first_set(row.nodelist, environ) if not reordered else None
-    address, port = master_of(environ)
+    address, port = master_of(environ, row)
     if address is not None:
-        sources.append("MASTER_ADDR")
+        sources.append(str(_first_set(row.address, environ)))
     elif single_host and row is not TORCH_STYLE:
         address = "127.0.0.1"
         sources.append("all ranks are on one host")
@@ -177,7 +186,7 @@ def _master(
         address = first_host(environ[nodelist])
         sources.append(f"first host of {nodelist}={environ[nodelist]}")
     if port is not None:
-        sources.append("MASTER_PORT")
+        sources.append(str(_first_set(row.port, environ)))
     elif job:
         port = PORT_BASE + zlib.crc32(job.encode()) % PORT_SPAN
         sources.append(f"port from {job}")

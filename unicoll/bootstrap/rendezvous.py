@@ -22,10 +22,12 @@ from unicoll.bootstrap.store_locations import (
     TCPLocation,
 )
 from unicoll.errors import DistArgumentError
-from unicoll.net import environment, interfaces
+from unicoll.net import environment, interfaces, logs
 from unicoll.net.join_warnings import warn_while_waiting
 from unicoll.net.secret import Secret, find_secret
 from unicoll.net.stores import PrefixStore, Store
+
+log = logs.logger("job")
 
 Environ = Mapping[str, str]
 
@@ -155,16 +157,18 @@ def rendezvous(
     if name:
         location.namespace += f"/{name}"
     single_host = world_size == 1 or (launched is not None and launched.single_host)
-    listen = interfaces.listen_addresses(location.master_host, environ, single_host=single_host)
-    if (
-        not secret.key
-        and location.master_host is not None
-        and not interfaces.is_loopback(location.master_host)
-    ):
-        refuse_protection(environ)  # now: later, rank 0 would end before the others have connected
     over_mpi = isinstance(location, MPILocation)  # MPI's own processes
     job = launched.job if launched is not None and not over_mpi else ""
     with warn_while_waiting(name, lambda: f"{'rank 0; ' if rank else ''}the store: {location.describe()}"):
+        if location.master_host is not None:
+            interfaces.wait_for_name(location.master_host, deadline, log.warning)
+        listen = interfaces.listen_addresses(location.master_host, environ, single_host=single_host)
+        if (
+            not secret.key
+            and location.master_host is not None
+            and not interfaces.is_loopback(location.master_host)
+        ):
+            refuse_protection(environ)  # now: later, rank 0 would end before the others have connected
         agreed = agree_on_store(location, rank, world_size, secret, deadline, job)
     if store is None:
         agreed.store.set_timeout(timedelta(seconds=timeout))

@@ -12,11 +12,13 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.errors import DistArgumentError, DistError, DistNetworkError
+from unicoll.net.timeouts import backoff, seconds_left
 
 _SPARE_DESCRIPTORS = 24
 """For listeners, selectors, pipes and the like, beside the connections."""
@@ -291,6 +293,29 @@ def resolve(host: str, port: int) -> list[tuple[int, Any]]:
     except (OSError, UnicodeError) as error:
         raise DistNetworkError(f"cannot resolve host {host!r}: {error}") from error
     return [(int(family), address) for family, _, _, _, address in answers]
+
+
+def wait_for_name(host: str, deadline: float, say: Callable[[str], object] | None) -> None:
+    """Wait until a host's name can be resolved; in a cluster that may be long after this process has started.
+
+    Args:
+        deadline: ``time.monotonic()`` at the latest.
+        say: called with one line if the name cannot be resolved at first; None for nothing.
+
+    Raises:
+        DistNetworkError: the name cannot be resolved until the deadline.
+    """
+    for pause in backoff(0.05, 1.0):
+        try:
+            resolve(host, 0)
+            return
+        except DistNetworkError as error:
+            if (left := seconds_left(deadline)) == 0:
+                raise
+            if say is not None:
+                say(f"{error}; waiting up to {left:.0f} s until it can be resolved")
+                say = None
+        time.sleep(min(pause, left))
 
 
 def is_loopback_name(host: str) -> bool:
