@@ -11,7 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-LINKED = ("*.md", "LICENSE", "docs/**/*", "examples/*", "benchmarks/*")
+LINKED = ("*.md", "LICENSE", "docs/**/*", "examples/*", "examples/kubernetes/*", "benchmarks/*")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,13 @@ class Cluster:
         self._folder = folder
         # `ip netns exec` shows these files in place of those in /etc
         self._etc = [Path("/etc/netns", name) for name in hosts.names[1:]]
+        self.started: list[subprocess.Popen[str]] = []
+
+    def write_files(self) -> None:
         for etc in self._etc:
             etc.mkdir(parents=True)
             (etc / "hosts").write_text("127.0.0.1 localhost\n")
             (etc / "resolv.conf").write_text("")
-        self.started: list[subprocess.Popen[str]] = []
 
     def start(self, number: int, pod: Pod) -> None:
         """Start a pod on a host (0 or 1), and let the names of both be resolved."""
@@ -124,7 +127,13 @@ class Cluster:
             words = self._hosts.on(number + 1, *pod.words())
             self.started.append(
                 subprocess.Popen(
-                    words, cwd=ROOT / "examples", env=env, stdout=subprocess.PIPE, stderr=stderr, text=True
+                    words,
+                    cwd=ROOT / "examples",
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
                 )
             )
         for etc in self._etc:
@@ -143,18 +152,23 @@ class Cluster:
         return sorted("".join(outs).splitlines())
 
     def close(self) -> None:
+        for etc in self._etc:
+            shutil.rmtree(etc, ignore_errors=True)
+        with suppress(OSError):  # others use it
+            self._etc[0].parent.rmdir()
         for process in self.started:
             process.kill()
             process.communicate()
-        for etc in self._etc:
-            shutil.rmtree(etc)
 
 
 @pytest.fixture
 def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(hosts, tmp_path)
-    yield made
-    made.close()
+    try:
+        made.write_files()
+        yield made
+    finally:
+        made.close()
 
 
 def printed(ranks: int) -> list[str]:

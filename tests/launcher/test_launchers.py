@@ -128,9 +128,9 @@ def found(environ: dict[str, str]) -> LaunchInfo:
         (INTEL, "intelmpi", (1, 2, 1, 2, None)),
         (CRAY, "mpich", (3, 4, 1, 2, None)),
         (PALS | {"PALS_SIZE": "4"}, "pals", (3, 4, 1, 2, 1)),
-        (KUBEFLOW, "kubeflow", (3, 4, None, None, 3)),
-        (LWS, "leaderworkerset", (3, 4, None, None, 3)),
-        (JOB, "kubernetes", (3, 4, None, None, 3)),
+        (KUBEFLOW, "kubeflow", (3, 4, 0, 1, 3)),
+        (LWS, "leaderworkerset", (3, 4, 0, 1, 3)),
+        (JOB, "kubernetes", (3, 4, 0, 1, 3)),
     ],
 )
 def test_rows(environ: dict[str, str], name: str, members: tuple[int | None, ...]) -> None:
@@ -174,7 +174,9 @@ def test_rows_are_not_combined() -> None:
     assert (launched.rank, launched.local_rank, launched.local_world_size) == (1, 1, 2)
 
 
-@pytest.mark.parametrize("environ", [{}, SBATCH, SALLOC_SHELL, SALLOC_SHELL | {"SLURM_STEP_ID": "batch"}])
+@pytest.mark.parametrize(
+    "environ", [{}, PRTERUN | LWS, SBATCH, SALLOC_SHELL, SALLOC_SHELL | {"SLURM_STEP_ID": "batch"}]
+)
 def test_a_process_without_launcher(environ: dict[str, str]) -> None:
     assert detect(environ) is None
 
@@ -233,6 +235,8 @@ def test_master_from_the_environment() -> None:
         (KUBEFLOW, "train-node-0-0.train", 29500, "PET_MASTER_ADDR, PET_MASTER_PORT"),
         (LWS, "train-0.train.default", None, "LWS_LEADER_ADDRESS, port from LWS_LEADER_ADDRESS="),
         (LWS | {"MASTER_PORT": "4000"}, "train-0.train.default", 4000, "LWS_LEADER_ADDRESS, MASTER_PORT"),
+        (LWS | {"MASTER_ADDR": "127.0.0.1"}, "127.0.0.1", None, "MASTER_ADDR, port from LWS_LEADER_ADDRESS"),
+        (KUBEFLOW | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}, "a", 5, "MASTER_ADDR, MASTER_PORT"),
         (JOB, "train-0.train", None, "MASTER_ADDR, port from MASTER_ADDR=train-0.train"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import textwrap
 from pathlib import Path
 
@@ -201,10 +202,12 @@ else:
 """
 
 
-def test_our_own_launcher_starts_mpirun(tmp_path: Path) -> None:
-    """In a job of another launcher, too."""
+def test_our_own_launcher_starts_mpirun(tmp_path: Path, port: int) -> None:
+    """In a job of another launcher, too, which uses the port."""
     words = ("-m", "unicoll.run", "--mpi", "--nproc-per-node", "2")
-    ended = run_alone(COMPLAIN, tmp_path, *words, RANK="0", WORLD_SIZE="1")
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with socket.create_server(("127.0.0.1", port)):
+        ended = run_alone(COMPLAIN, tmp_path, *words, **variables)
     assert sorted(ended.stdout.splitlines()) == ["0 2", "1 2"], ended
 
 

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,9 +34,10 @@ else:
     one = lambda: torch.ones(1)
 total = one()
 dist.all_reduce(total)
-node, size = os.environ["GROUP_RANK"], int(total[0])
+size, first = int(total[0]), one() * (os.getpid() if os.environ["RANK"] == "0" else 0)
+dist.all_reduce(first)
 assert size == int(os.environ["WORLD_SIZE"])
-Path(f"up.{size}.{os.getpid()}").write_text(os.environ["AGENT"])
+Path(f"up.{size}.{int(first[0])}.{os.getpid()}").write_text(os.environ["AGENT"])
 while total[0]:
     total = one() * (not Path("stop").exists())
     dist.all_reduce(total, op=dist.ReduceOp.MIN)
@@ -51,7 +54,8 @@ class Agents:
         self._folder = folder
         self._port = port
         self._program = program
-        self._seen: set[str] = set()
+        self._seen: set[str] = set()  # attempts
+        self._deadline = time.monotonic() + 240
         self.agents: list[subprocess.Popen[bytes]] = []
         (folder / "program.py").write_text(PROGRAM)
 
@@ -60,7 +64,7 @@ class Agents:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=3"]
         command += ["--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"]
         # the defaults are 30, 5 and 3
-        conf = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+        conf = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10"
         # With the store that its agents share by default, torchrun cannot add a node (docs/launch.md).
         env = environment(AGENT=str(number), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         with (
@@ -76,19 +80,20 @@ class Agents:
             return probe.connect_ex(("127.0.0.1", self._port)) == 0
 
     def up(self, size: int) -> dict[int, int]:
-        """The new workers, as pid: agent, once so many have met."""
-        found: dict[str, int] = {}
-
-        def met() -> bool:
+        """The workers of a new attempt of this size, as pid: agent, once all have met."""
+        while True:
             assert any(agent.poll() is None for agent in self.agents), self.errors()
-            for path in self._folder.glob(f"up.{size}.*"):
-                if path.name not in self._seen and (text := path.read_text()):
-                    found[path.name] = int(text)
-            return len(found) == size
-
-        wait_until(met)
-        self._seen |= found.keys()
-        return {int(name.rpartition(".")[2]): agent for name, agent in found.items()}
+            attempts: dict[str, dict[int, int]] = {}
+            for path in self._folder.glob("up.*"):
+                _, number, attempt, pid = path.name.split(".")
+                if attempt not in self._seen and int(number) == size and (text := path.read_text()):
+                    attempts.setdefault(attempt, {})[int(pid)] = int(text)
+            for workers in attempts.values():
+                if len(workers) == size:
+                    self._seen |= {path.name.split(".")[2] for path in self._folder.glob("up.*")}
+                    return workers
+            assert time.monotonic() < self._deadline, self.errors()
+            time.sleep(0.05)
 
     def stop(self) -> list[int]:
         """End the workers; the exit codes of the agents that run."""
@@ -100,15 +105,14 @@ class Agents:
         return "".join(path.read_text() for path in sorted(self._folder.glob("err*")))
 
     def close(self) -> None:
-        (self._folder / "stop").touch()
+        """Kill the agents, and the workers, which outlive them."""
         for agent in self.agents:
             agent.kill()
             agent.wait()
-        for path in self._folder.glob("up.*"):
-            try:
-                os.kill(int(path.name.rpartition(".")[2]), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if (process / "cwd").samefile(self._folder):
+                    os.kill(int(process.name), signal.SIGKILL)
 
 
 @pytest.fixture(params=["unicoll", "torch"])

@@ -27,6 +27,7 @@ class LauncherRow:
         address, port: of rank 0.
         nodelist: the job's hosts, in Slurm's bracket notation; rank 0 runs on the first one.
         reorders: returns True if rank 0 may run on another host of the list.
+        one_per_host: True if each rank is the only one of its host.
         mpi: True if MPI is the default backend of host arrays.
         hint: what to do if ``rank`` is set and ``size`` is not.
     """
@@ -45,6 +46,7 @@ class LauncherRow:
     port: tuple[str, ...] = ("MASTER_PORT",)
     nodelist: tuple[str, ...] = ()
     reorders: Callable[[Environ], bool] | None = None
+    one_per_host: bool = False
     mpi: bool = False
     hint: str = ""
 
@@ -71,13 +73,19 @@ def _is_arbitrary(environ: Environ) -> bool:
     return environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
 
 
+def _started_in_a_pod(environ: Environ) -> str | None:
+    """mpirun in a pod, whose processes have the pod's variables and one of these, from which MPI takes the size."""
+    name = next((name for name in ("PMIX_RANK", "PALS_RANKID") if name in environ), None)
+    return name and f"{name} was set by an MPI launcher in this pod"
+
+
 def _not_one_rank_per_pod(environ: Environ) -> str | None:
-    """Kubeflow gives each pod the flags of torchrun, which unirun reads, too; without them a pod is one rank."""
+    """Kubeflow gives each pod the flags of torchrun, which unirun reads, too; with one process a pod is a rank."""
     for name in ("PET_NPROC_PER_NODE", "PET_NNODES"):
         text = environ.get(name, "1")
         if not text.isdigit() or (name == "PET_NPROC_PER_NODE" and text != "1"):
             return f"{name}={text} needs torchrun or unirun to start the ranks of each pod"
-    return None
+    return _started_in_a_pod(environ)
 
 
 def _set_by_slurm(environ: Environ) -> str | None:
@@ -190,8 +198,9 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         node_rank=("PET_NODE_RANK",),
         exclude=_not_one_rank_per_pod,
         job=("PET_MASTER_ADDR",),
-        address=("PET_MASTER_ADDR",),
-        port=("PET_MASTER_PORT",),
+        address=("MASTER_ADDR", "PET_MASTER_ADDR"),
+        port=("MASTER_PORT", "PET_MASTER_PORT"),
+        one_per_host=True,
     ),
     LauncherRow(
         "leaderworkerset",
@@ -199,14 +208,18 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         size=("LWS_GROUP_SIZE",),
         node_rank=("LWS_WORKER_INDEX",),
         job=("LWS_LEADER_ADDRESS",),
-        address=("LWS_LEADER_ADDRESS", "MASTER_ADDR"),
+        address=("MASTER_ADDR", "LWS_LEADER_ADDRESS"),
+        exclude=_started_in_a_pod,
+        one_per_host=True,
     ),
     LauncherRow(
-        "kubernetes",  # a pod of an indexed Job, or of a JobSet's; the address of pod 0 differs between jobs
+        "kubernetes",  # a pod of an indexed Job, or of a JobSet with one; the address of pod 0 differs between jobs
         rank="JOB_COMPLETION_INDEX",
         size=("WORLD_SIZE",),
         node_rank=("JOB_COMPLETION_INDEX",),
         job=("MASTER_ADDR",),
+        exclude=_started_in_a_pod,
+        one_per_host=True,
         hint="set WORLD_SIZE to the completions of the Job",
     ),
 )

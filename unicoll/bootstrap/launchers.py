@@ -116,7 +116,6 @@ def has_rank_without_size() -> bool:
 def near_misses(environ: Environ = os.environ) -> list[str]:
     """Why rows with some of their variables set do not apply, one sentence each; for error messages."""
     reasons: list[str] = []
-    without_rank: set[str] = set()  # sizes; two rows have WORLD_SIZE
     for row in LAUNCHERS:
         if row.marker is not None:
             continue
@@ -126,8 +125,7 @@ def near_misses(environ: Environ = os.environ) -> list[str]:
         elif rank and not size:
             text = f"{rank} is set but {' or '.join(row.size)} is not"
             reasons.append(f"{text} ({row.hint})" if row.hint else text)
-        elif size and not rank and row.exclude is None and size not in without_rank:
-            without_rank.add(size)
+        elif size and not rank and row.exclude is None:
             reasons.append(f"{size} is set but {row.rank} is not")
     return reasons
 
@@ -148,6 +146,8 @@ def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
     if local_rank is not None and local_size is not None:
         local_names = [name for name in (*row.local_rank, *row.local_size) if name in used]
         _below(local_names[0], local_rank, local_names[-1], local_size)
+    if row.one_per_host:
+        local_rank, local_size = 0, 1
     single_host = local_size == world_size
     job = _job(row, environ, single_host=single_host)
     address, port, source = _master(row, environ, job, single_host=single_host)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from unicoll.bootstrap.launcher_table import TORCH_STYLE
@@ -160,9 +161,11 @@ def rendezvous(
     over_mpi = isinstance(location, MPILocation)  # MPI's own processes
     job = launched.job if launched is not None and not over_mpi else ""
     with warn_while_waiting(name, lambda: f"{'rank 0; ' if rank else ''}the store: {location.describe()}"):
-        if location.master_host is not None:
-            interfaces.wait_for_name(location.master_host, deadline, log.warning)
-        listen = interfaces.listen_addresses(location.master_host, environ, single_host=single_host)
+        choose = partial(interfaces.listen_addresses, location.master_host, environ, single_host=single_host)
+        if isinstance(location, TCPLocation):
+            listen = interfaces.once_resolved(location.master_host, choose, deadline, log.warning)
+        else:
+            listen = choose()
         if (
             not secret.key
             and location.master_host is not None

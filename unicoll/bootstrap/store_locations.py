@@ -220,7 +220,7 @@ class TCPLocation(StoreLocation):
     def _serve(self, world_size: int, deadline: float) -> TCPStore:
         # for the connections of the store and of the control plane
         interfaces.require_descriptors(2 * world_size, f"rank 0 of {world_size} ranks")
-        bind = self._bind()
+        bind = interfaces.once_resolved(self.master_host, self._bind, deadline)
         for port in self._ports[:-1]:
             try:
                 return self._open_store(port, world_size, deadline, is_master=True, bind=bind)

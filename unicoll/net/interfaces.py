@@ -15,10 +15,12 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from unicoll.errors import DistArgumentError, DistError, DistNetworkError
 from unicoll.net.timeouts import backoff, seconds_left
+
+_T = TypeVar("_T")
 
 _SPARE_DESCRIPTORS = 24
 """For listeners, selectors, pipes and the like, beside the connections."""
@@ -295,27 +297,36 @@ def resolve(host: str, port: int) -> list[tuple[int, Any]]:
     return [(int(family), address) for family, _, _, _, address in answers]
 
 
-def wait_for_name(host: str, deadline: float, say: Callable[[str], object] | None) -> None:
-    """Wait until a host's name can be resolved; in a cluster that may be long after this process has started.
+def once_resolved(
+    host: str, call: Callable[[], _T], deadline: float, say: Callable[[str], object] | None = None
+) -> _T:
+    """The result of a call, which is repeated while the name of a host that it resolves has no address yet.
+
+    In a cluster a name may get its address long after this process has started.
 
     Args:
         deadline: ``time.monotonic()`` at the latest.
-        say: called with one line if the name cannot be resolved at first; None for nothing.
+        say: called with one line if the call is repeated.
 
     Raises:
-        DistNetworkError: the name cannot be resolved until the deadline.
+        DistNetworkError: of the call, or the name has no address until the deadline.
     """
+    begun = time.monotonic()
     for pause in backoff(0.05, 1.0):
         try:
-            resolve(host, 0)
-            return
+            return call()
         except DistNetworkError as error:
+            if not isinstance(error.__cause__, socket.gaierror) or ":" in host or host[-1:].isdigit():
+                raise  # no name, or another failure
             if (left := seconds_left(deadline)) == 0:
-                raise
+                raise DistNetworkError(
+                    f"{error}, for {time.monotonic() - begun:.0f} s: is the name right, and does that host run?"
+                ) from error
             if say is not None:
-                say(f"{error}; waiting up to {left:.0f} s until it can be resolved")
+                say(f"{error}; waiting up to {left:.0f} s for an address")
                 say = None
         time.sleep(min(pause, left))
+    raise AssertionError("backoff never ends")
 
 
 def is_loopback_name(host: str) -> bool:

@@ -30,7 +30,7 @@ _MOST_PROCESSES = 1 << 22
 class LaunchOptions:
     """The program to start, and how.
 
-    ``mpi`` is True if mpirun starts it, with ``nproc`` processes; then no other option has an effect.
+    ``mpi`` is True if mpirun starts it, as ``nproc`` processes; then options of nodes, output and ends have no effect.
     ``kind`` is "script", "module" or "command"; ``python`` runs the first two. ``redirects`` and ``tees``
     map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown`` is the set of local ranks whose output
     is shown, None for all. ``node_rank`` is None if the launchers of several nodes agree on it. ``master_port`` is None
@@ -132,7 +132,7 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
 
 
 def _refuse_with_mpi(options: LaunchOptions) -> None:
-    """ValueError if an option asks for what this launcher does with its workers, and mpirun does not."""
+    """ValueError if an option asks for several nodes, restarts, log files or binding, which are mpirun's business."""
     if options.nnodes > 1:
         raise ValueError("--mpi is for one node: on several ones start mpirun, with its option for hosts")
     asked = {
@@ -145,10 +145,11 @@ def _refuse_with_mpi(options: LaunchOptions) -> None:
         "--duplicate-stderr-filters": options.matches[ERR],
         "--numa-binding": options.affinity,
         "--virtual-local-rank": options.devices,
-        "--local-rank": options.gives_local_rank,
     }
     if refused := [flag for flag, value in asked.items() if value]:
-        raise ValueError(f"--mpi: mpirun starts the workers, which has no {refused[0]}")
+        raise ValueError(f"{refused[0]} cannot be used with --mpi: mpirun starts the workers")
+    if options.gives_local_rank:
+        raise ValueError("--mpi needs --use-env: mpirun gives no --local-rank")
 
 
 def _refuse_unsupported(parsed: argparse.Namespace) -> None:

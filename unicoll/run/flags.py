@@ -101,9 +101,7 @@ def _workers_flags(flags: _Flags) -> None:
     flags.value(
         "role", "default", "NAME", "name of the workers, for prefixes and environment (default: default)"
     )
-    mpi = (
-        "start the workers with the mpirun beside this Python, or on PATH, which then replaces this launcher"
-    )
+    mpi = "start the workers with mpirun, which replaces this launcher: output, failures and signals are mpirun's"
     flags.switch("mpi", mpi)
     binding = f"bind each worker to the CPUs near its GPU: {', '.join(BINDINGS)}"
     flags.value("numa-binding", None, "MODE", binding)

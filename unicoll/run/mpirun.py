@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,10 @@ from unicoll.errors import DistError
 from unicoll.run.args import LaunchOptions
 from unicoll.run.workers import checkout_path
 
-_OF_A_LAUNCHER = ("RANK", "UNICOLL_STORE")
-"""Variables of an enclosing job with which the processes would take their rank or store from its launcher."""
+_OF_A_LAUNCHER = re.compile(
+    "(LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|GROUP_.*|MASTER_(ADDR|PORT)|UNICOLL_(LAUNCHER|STORE)|TORCHELASTIC_.*"
+)
+"""Variables of an enclosing job, from which the processes would take their rank or its store."""
 
 
 def mpirun() -> str | None:
@@ -48,9 +51,9 @@ def mpirun_variables(ranks: int) -> dict[str, str]:
 
 def replace_process(program: str, ranks: int, words: Sequence[str]) -> NoReturn:
     """Replace this process by mpirun (exec), which starts a command so many times on this host."""
-    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as unirun and torchrun do
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables |= mpirun_variables(ranks) | checkout_path(os.environ) | mpirun_path(program)
-    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    environ = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
     sys.stdout.flush()
     os.execve(program, [program, "-n", str(ranks), *words], environ | variables)
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 from unicoll.errors import (
@@ -467,17 +468,20 @@ class SeveralNodes(Nodes):
 
     def _open_root(self, deadline: float) -> TCPStore:
         """Serve the store at the endpoint, or connect to it; DistError if no other host can reach this one."""
-        host = self._options.master_addr
-        self._waits_for = f"node 0: {host} has no address yet"
-        interfaces.wait_for_name(host, deadline, self._console.log)
+        host, asked = self._options.master_addr, self._options.node_rank
+
+        def say(text: str) -> None:
+            self._waits_for = f"node 0: {host} has no address yet"
+            self._console.log(text)
+
         try:
-            self._address = interfaces.listen_addresses(host).addresses[0]
+            choose = partial(interfaces.listen_addresses, host)
+            self._address = interfaces.once_resolved(host, choose, deadline, say).addresses[0]
         except DistNetworkError as error:
             raise DistError(str(error)) from None
-        asked = self._options.node_rank
-        may_serve = asked == 0 or (asked is None and interfaces.is_local_address(host))
+        self._waits_for = ""
         while True:
-            if may_serve:
+            if asked == 0 or (asked is None and interfaces.is_local_address(host)):
                 try:
                     return self._serve_root()
                 except DistNetworkError as error:
