@@ -24,17 +24,8 @@ LAYERS = (
     {"group"},
     {"bootstrap"},
     {"api"},
-    {
-        "device_mesh",
-        "parallel",
-        "bench",
-        "doctor",
-        "torch_plugin",
-        "torch_autoload",
-        "testing",
-        "trace",
-        "integrations",
-    },
+    {"device_mesh", "parallel", "bench", "doctor", "torch_plugin", "torch_autoload", "testing", "trace"},
+    {"integrations"},
 )
 """From the lowest to the highest layer; a package imports from its own layer and those below it."""
 
@@ -173,7 +164,8 @@ def _run(program: str) -> str:
     return done.stdout
 
 
-HEAVY = ["torch", "cupy", "mpi4py", "ml_dtypes", "dask", "distributed", "asyncio", "subprocess", "multiprocessing", *BACKENDS]
+HEAVY = ["torch", "cupy", "mpi4py", "ml_dtypes", "asyncio", "subprocess", "multiprocessing", *BACKENDS]
+HEAVY += ["dask", "distributed"]
 JOB_ONLY = (
     "unicoll.bootstrap unicoll.net.stores unicoll.net.control unicoll.net.logs unicoll.net.handshake"
     " unicoll.group.process_group unicoll.backend.host_backend"

@@ -54,7 +54,7 @@ from unicoll.errors import (
 from unicoll.net import interfaces
 from unicoll.net.secret import KeyText, given_secret, new_key_text
 from unicoll.net.stores import TCPStore
-from unicoll.net.timeouts import Timeout, positive_seconds, seconds_left
+from unicoll.net.timeouts import Timeout, backoff, positive_seconds, seconds_left
 
 if TYPE_CHECKING:
     from unicoll.backend.contract import Job
@@ -70,8 +70,8 @@ _START_S = 300.0
 """Seconds for all ranks to start and join, unless the user gives a limit."""
 _POLL_S = 0.5
 """Seconds between looks whether all workers are still there."""
-_CONNECT_S = 5.0
-"""Seconds of one attempt to connect to rank 0's store, which a failed run does not interrupt."""
+_CONNECT_S = (0.5, 8.0)
+"""Seconds of the first and the longest attempt to connect to rank 0's store; a failed run does not interrupt one."""
 _END_S = 30.0
 """Seconds that a failed run waits until the function has ended on the other workers."""
 _CONSEQUENCES = (DistNetworkError, DistStoreError, GroupAbortedError)
@@ -323,10 +323,11 @@ class _Run:
         """End the job on all workers, and wait for the ranks that have started; those that do not end in time."""
         workers = self._place.workers
         present = self._client.nthreads([*workers])
+        self._lost.update(rank for rank in self._running() if workers[rank] not in present)
         started = self._client.run(_end, self._place.run, reason, workers=[*present], on_error="ignore")
-        self._lost.update(rank for rank in self._running() if workers[rank] not in started)
         deadline = time.monotonic() + _END_S
-        while running := [rank for rank in self._running() if started[workers[rank]]]:
+        # a worker that does not answer is lost, as a later look shows, or its task ends
+        while running := [rank for rank in self._running() if started.get(workers[rank], True)]:
             if time.monotonic() > deadline:
                 break
             self._await_news()
@@ -350,6 +351,8 @@ def _add_note(error: BaseException, note: str) -> None:
 _changed = threading.Condition()
 _member: _Member | None = None
 """This process as a rank."""
+_started: deque[str] = deque(maxlen=1000)
+"""Runs whose task has started in this process; it may have ended."""
 _failed: deque[str] = deque(maxlen=1000)
 """Runs that have failed; their tasks do not start any more."""
 
@@ -374,6 +377,7 @@ def _membership(place: _Place) -> Iterator[_Member]:
     """Make this process the rank, once no rank of another run is in it."""
     global _member
     with _changed:
+        _started.append(place.run)
         if _member is not None and _member.place.run == place.run:
             raise DistArgumentError(
                 f"{place.describe(_member.place.rank, place.rank)} are threads of one process, which can be one rank"
@@ -449,9 +453,10 @@ class _Member:
             event = {"run": place.run, "host": host, "port": store.port}
             get_worker().log_event(_topic(place), event)
             return store
+        limits = backoff(*_CONNECT_S)
         while True:
             try:
-                return TCPStore(*place.store, timeout=_CONNECT_S, wait_for_workers=False, secret=secret)
+                return TCPStore(*place.store, timeout=next(limits), wait_for_workers=False, secret=secret)
             except DistNetworkError as error:
                 self._raise_if_ended()
                 if isinstance(error, AuthenticationError) or time.monotonic() > self._deadline:
@@ -495,10 +500,9 @@ class _Member:
 async def _end(run: str, reason: str) -> bool:
     """End the job of a run that has failed on this worker; True if the rank's task has started."""
     with _changed:
+        started, member = run in _started, _member
         _failed.append(run)
         _changed.notify_all()
-        member = _member
-    if member is None or member.place.run != run:
-        return False
-    await asyncio.to_thread(member.end, reason)
-    return True
+    if member is not None and member.place.run == run:
+        await asyncio.to_thread(member.end, reason)
+    return started
