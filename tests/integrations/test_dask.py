@@ -30,6 +30,8 @@ import unicoll as dist
 from unicoll.integrations.dask import run
 
 WAIT_S = 60
+# a cluster gives a worker up that is missing this long after a loss, also if it was replaced and killed again
+dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"})
 
 def cluster(workers, threads=1, processes=True, level=logging.CRITICAL):
     return LocalCluster(

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -208,8 +208,8 @@ class _Run:
         self._deadline = time.monotonic() + seconds
         self._tasks: dict[int, Any] = {}  # Dask's futures, by rank
         self._results: dict[int, Future[Any]] = {}  # what they return, which is fetched as soon as it exists
-        # ranks that have ended, and the store once there is one
-        self._news: queue.SimpleQueue[int | tuple[str, int]] = queue.SimpleQueue()
+        # ranks that have ended, the store once there is one, None after an answer of a worker
+        self._news: queue.SimpleQueue[int | tuple[str, int] | None] = queue.SimpleQueue()
         self._store: tuple[str, int] | None = None
         # what ranks have raised, in the order in which they have ended
         self._ended: dict[int, BaseException | None] = {}
@@ -249,8 +249,7 @@ class _Run:
             allow_other_workers=False,
             pure=False,
         )
-        loop = self._client.loop.asyncio_loop
-        self._results[place.rank] = result = asyncio.run_coroutine_threadsafe(_fetch(task), loop)
+        self._results[place.rank] = result = self._background(_fetch(task))
         result.add_done_callback(lambda _: self._news.put(place.rank))
 
     def _receive(self, event: tuple[float, Mapping[str, Any]]) -> None:
@@ -280,11 +279,11 @@ class _Run:
             return
         if isinstance(news, tuple):
             self._store = news
-            return
-        try:
-            self._ended[news] = self._results[news].exception()
-        except CancelledError as error:
-            self._ended[news] = error
+        elif news is not None:
+            try:
+                self._ended[news] = self._results[news].exception()
+            except CancelledError as error:
+                self._ended[news] = error
 
     def _running(self) -> list[int]:
         """The ranks that have not ended, as far as is known."""
@@ -321,17 +320,31 @@ class _Run:
 
     def _end_others(self, reason: str) -> list[int]:
         """End the job on all workers, and wait for the ranks that have started; those that do not end in time."""
-        workers = self._place.workers
-        present = self._client.nthreads([*workers])
-        self._lost.update(rank for rank in self._running() if workers[rank] not in present)
-        started = self._client.run(_end, self._place.run, reason, workers=[*present], on_error="ignore")
+        started = {
+            rank: self._background(self._end(worker, reason))
+            for rank, worker in enumerate(self._place.workers)
+        }
+        for answer in started.values():
+            answer.add_done_callback(lambda _: self._news.put(None))
         deadline = time.monotonic() + _END_S
-        # a worker that does not answer is lost, as a later look shows, or its task ends
-        while running := [rank for rank in self._running() if started.get(workers[rank], True)]:
+        # A worker that has died does not answer for long, but a look at the workers shows that it is lost.
+        while running := [
+            rank for rank in self._running() if not started[rank].done() or started[rank].result()
+        ]:
             if time.monotonic() > deadline:
                 break
             self._await_news()
+        for answer in started.values():
+            answer.cancel()
         return running
+
+    async def _end(self, worker: str, reason: str) -> bool:
+        """End the job on one worker; True if the rank's task has started, as far as is known."""
+        answers = await self._client.run(_end, self._place.run, reason, workers=[worker], on_error="ignore")
+        return bool(answers.get(worker, True))
+
+    def _background(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(call, self._client.loop.asyncio_loop)
 
 
 async def _fetch(task: Any) -> Any:
