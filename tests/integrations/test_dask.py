@@ -434,3 +434,13 @@ with open("secrets", "w") as file:
     secrets = (tmp_path / "secrets").read_text().split()
     assert [len(secret) for secret in secrets] == [64] * 3
     assert [secret for secret in secrets if secret in errors] == []
+
+
+def test_the_example_gives_numpys_result(tmp_path: Path) -> None:
+    pytest.importorskip("dask.array")
+    done = python(ROOT / "examples" / "dask_kmeans.py", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    *parts, result = done.stdout.splitlines()
+    assert sorted(line.split(" has ")[0] for line in parts) == ["rank 0 of 2", "rank 1 of 2"]
+    assert sum(int(line.split()[5]) for line in parts) == 40_000
+    assert result.startswith("all ranks have NumPy's centers: ")
