@@ -30,8 +30,7 @@ def kmeans(points, centers, add_up):
 def fit(blocks, centers):
     """What each rank executes, with the blocks of the array that are on its worker."""
     points = np.concatenate(blocks)
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()} has {len(points)} points", flush=True)
-    return kmeans(points, centers, dist.all_reduce)
+    return len(points), kmeans(points, centers, dist.all_reduce)
 
 
 def blocks_by_worker(client, array):
@@ -55,9 +54,9 @@ def main(client):
     results = run(client, fit, start, workers=list(blocks), per_rank=list(blocks.values()))
 
     expected = kmeans(points.compute(), start, lambda totals: None)
-    for centers in results:
+    for rank, (size, centers) in enumerate(results):
         np.testing.assert_allclose(centers, expected)
-    print("all ranks have NumPy's centers:", *results[0].round(2).tolist())
+        print(f"rank {rank}: {size} of {len(points)} points, NumPy's centers:", *centers.round(2).tolist())
 
 
 if __name__ == "__main__":

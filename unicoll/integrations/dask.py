@@ -32,6 +32,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import funcname
@@ -219,7 +220,8 @@ class _Run:
         """Make the call of each rank on its worker; what they return."""
         ranks = range(len(self._place.workers))
         topic = _topic(self._place)
-        self._client.subscribe_topic(topic, self._receive)
+        # the client keeps this function until the next run, so it refers to no result
+        self._client.subscribe_topic(topic, partial(_receive, self._place.run, self._news))
         try:
             self._submit(self._place, call(0))
             self._await_store()
@@ -252,17 +254,12 @@ class _Run:
         self._results[place.rank] = result = self._background(_fetch(task))
         result.add_done_callback(lambda _: self._news.put(place.rank))
 
-    def _receive(self, event: tuple[float, Mapping[str, Any]]) -> None:
-        _, message = event
-        if message["run"] == self._place.run:
-            self._news.put((message["host"], message["port"]))
-
     def _await_store(self) -> None:
         while self._store is None and not self._has_failed():
             self._await_news()
             if time.monotonic() > self._deadline and self._store is None and not self._has_failed():
                 raise OperationTimeoutError(
-                    f"run: after {self._place.seconds:.3g} s {self._place.describe()} has not started: all threads of"
+                    f"run: after {self._place.seconds:.3g} s has not started: {self._place.describe()}; all threads of"
                     " the worker execute other tasks, or it is paused",
                     op="run",
                     rank=0,
@@ -299,7 +296,7 @@ class _Run:
         rank, error = self._first_failure()  # more may be known now
         notes = [] if self._lost else [f"{self._place.describe(rank)} has raised this"]
         if running:
-            notes.append(f"{self._place.describe(*running)} has not ended within {_END_S:g} s")
+            notes.append(f"not ended within {_END_S:g} s: {self._place.describe(*running)}")
         if notes:
             _add_note(error, "; ".join(notes))
         return error
@@ -310,8 +307,8 @@ class _Run:
         if self._lost:
             lost, *_ = ranks = sorted(self._lost)
             text = (
-                f"run: {self._place.describe(*ranks)} was lost before its result had arrived: the worker was killed,"
-                " has ended, or has lost its connection to the scheduler"
+                f"run: lost before its result had arrived: {self._place.describe(*ranks)}; the worker was killed, has"
+                " ended, or has lost its connection to the scheduler"
             )
             error = RankLostError(text, rank=lost, op="run")
             error.__cause__ = errors[0][1] if errors else None  # it may say how the process ended
@@ -345,6 +342,13 @@ class _Run:
 
     def _background(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(call, self._client.loop.asyncio_loop)
+
+
+def _receive(run: str, news: queue.SimpleQueue[Any], event: tuple[float, Mapping[str, Any]]) -> None:
+    """Forward the address of the store from an event of Dask."""
+    _, message = event
+    if message["run"] == run:
+        news.put((message["host"], message["port"]))
 
 
 async def _fetch(task: Any) -> Any:
@@ -484,7 +488,7 @@ class _Member:
         except StoreTimeoutError:
             missing = [rank for rank, key in enumerate(keys) if store.try_get(key) is None]
             error = OperationTimeoutError(
-                f"run: after {place.seconds:.3g} s {place.describe(*missing)} has not started: all threads of the"
+                f"run: after {place.seconds:.3g} s has not started: {place.describe(*missing)}; all threads of the"
                 " worker execute other tasks, or it is paused",
                 op="run",
                 rank=missing[0] if missing else None,
