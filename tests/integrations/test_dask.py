@@ -196,6 +196,7 @@ with cluster(3) as local, Client(local) as client:
     show(error_of(client, summed, workers=["tcp://127.0.0.1:1"]))
     show(error_of(client, summed, workers=workers[:1] * 2))
     show(error_of(client, summed, per_rank=[1, 2]))
+    show(error_of(client, "summed"))
     show(runs_well(client, 3))
 """
     shown, _ = run_program(tmp_path, program)
@@ -211,11 +212,15 @@ with cluster(3) as local, Client(local) as client:
     assert kind == "DistArgumentError"
     assert f"rank 1 on worker {workers[1]} has a default process group already" in text
     assert shown.pop(0) is True
-    texts = ["are not in the cluster", "are not the addresses of different workers", "2 values for 3 workers"]
-    for expected in texts:
+    for expected, part in [
+        ("DistArgumentError", "are not in the cluster"),
+        ("DistArgumentError", "are not the addresses of different workers"),
+        ("DistArgumentError", "2 values for 3 workers"),
+        ("DistTypeError", "must be a function, not str"),
+    ]:
         kind, text, _ = shown.pop(0)
-        assert kind == "DistArgumentError"
-        assert expected in text
+        assert kind == expected
+        assert part in text
     assert shown == [True]
 
 

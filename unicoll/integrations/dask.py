@@ -47,6 +47,7 @@ from unicoll.errors import (
     DistError,
     DistNetworkError,
     DistStoreError,
+    DistTypeError,
     GroupAbortedError,
     OperationTimeoutError,
     RankLostError,
@@ -113,6 +114,7 @@ def run(
     Raises:
         DistArgumentError: the client is asynchronous, there are no such workers, ``per_rank`` has another length,
             two workers are threads of one process, or a worker's process has a default process group already.
+        DistTypeError: ``fn`` is not callable.
         OperationTimeoutError: ``fn`` could not start within ``timeout``; the message has the worker or ranks.
         RankLostError: a worker was lost, was killed for example, before the result of its rank has arrived.
         Exception: what ``fn`` has raised, for the first rank that failed. A note (before Python 3.11 the cause) has
@@ -120,6 +122,8 @@ def run(
 
     After a failure, or Ctrl-C, the other ranks' calls of unicoll raise an error, too.
     """
+    if not callable(fn):
+        raise DistTypeError(f"run: fn must be a function, not {type(fn).__name__}")
     if client.asynchronous:
         raise DistArgumentError("run: the client is asynchronous; run waits, and needs a client that is not")
     limit = positive_seconds(timeout)
@@ -131,6 +135,8 @@ def run(
         if workers is None:  # some may have been lost while other runs had the locks
             present = client.nthreads(addresses)
             addresses = [address for address in addresses if address in present]
+            if not addresses:
+                raise DistArgumentError("run: all workers were lost while other runs had them")
         if per_rank is not None and len(per_rank) != len(addresses):
             raise DistArgumentError(f"run: per_rank has {len(per_rank)} values for {len(addresses)} workers")
         seconds = _START_S if deadline is None else seconds_left(deadline, 0.001)
