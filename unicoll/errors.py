@@ -26,6 +26,7 @@ Group, rank, operation and sequence number are attributes of every error (None i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "AuthenticationError",
@@ -73,6 +74,11 @@ class DistError(RuntimeError):
         self.rank = rank
         self.op = op
         self.seq = seq
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without it tblib, with which Dask sends exceptions, makes the object without __init__: Python refuses that for
+        # classes that are a TimeoutError, too.
+        return type(self), self.args, self.__dict__
 
 
 class DistArgumentError(DistError, ValueError):

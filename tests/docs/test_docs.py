@@ -2,9 +2,9 @@
 
 In README.md and docs/*.md a block whose first line is ```` ```python run ```` runs on two ranks of our launcher;
 ``run=4`` on four, ``run=1`` in one process without the launcher. ```` ```sh run ```` runs in bash. ``exit=137`` expects
-that exit code, ``torch`` needs torch. A ```` ```text ```` block right below is what is printed, in any order of lines,
-with ``...`` for anything. The code of a block whose first line has ``file=NAME`` is a file of that name for the blocks
-of its page that are run.
+that exit code, ``torch`` and ``distributed`` need these packages. A ```` ```text ```` block right below is what is
+printed, in any order of lines, with ``...`` for anything. The code of a block whose first line has ``file=NAME`` is a
+file of that name for the blocks of its page that are run.
 """
 
 from __future__ import annotations
@@ -256,8 +256,9 @@ def differences(expected: str, printed: str) -> list[str]:
 @pytest.mark.every(8)
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
-    if "torch" in block.options and importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
+    for package in ("torch", "distributed"):
+        if package in block.options and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     if block.language == "sh" and shutil.which("bash") is None:
         pytest.skip("bash is not installed")
     shutil.copy(HELLO, tmp_path)

@@ -25,6 +25,7 @@ LAYERS = (
     {"bootstrap"},
     {"api"},
     {"device_mesh", "parallel", "bench", "doctor", "torch_plugin", "torch_autoload", "testing", "trace"},
+    {"integrations"},
 )
 """From the lowest to the highest layer; a package imports from its own layer and those below it."""
 
@@ -164,6 +165,7 @@ def _run(program: str) -> str:
 
 
 HEAVY = ["torch", "cupy", "mpi4py", "ml_dtypes", "asyncio", "subprocess", "multiprocessing", *BACKENDS]
+HEAVY += ["dask", "distributed"]
 JOB_ONLY = (
     "unicoll.bootstrap unicoll.net.stores unicoll.net.control unicoll.net.logs unicoll.net.handshake"
     " unicoll.group.process_group unicoll.backend.host_backend"

@@ -1,0 +1,531 @@
+"""Runs a function on the workers of a Dask cluster as the ranks of one job.
+
+    from unicoll.integrations.dask import run
+
+    sums = run(client, fn, 0.1, workers=["tcp://10.0.0.1:4001", "tcp://10.0.0.2:4001"])
+
+Each rank is a Dask task that only its worker may execute. Rank 0 serves the job's store, at a free port of its worker's
+address. The task tells the client the port by a Dask event, and the client submits the tasks of the other ranks. The
+job's secret is an argument of the tasks. It is as safe as Dask's connections are, for example with TLS; without, anyone
+who reaches the scheduler can execute code on all workers.
+
+While it runs, the client looks twice a second whether the workers are still there. At the first failure it calls a
+function in all workers, outside of Dask's tasks, that ends the job there: ranks that wait for others get an error.
+
+The client holds one ``distributed.Lock`` for each worker, which it takes in the order of the addresses: runs on common
+workers follow one another, runs on different workers go on at the same time, and none waits for another in a cycle. A
+client that dies does not renew its locks, and the scheduler releases them after
+``distributed.scheduler.locks.lease-timeout`` (30 s). (Those of ``distributed.MultiLock`` would remain.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import funcname
+from distributed import Client, Lock, get_worker
+from distributed.comm import get_address_host
+
+from unicoll.api import world
+from unicoll.api.init import enter, join
+from unicoll.errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    DistTypeError,
+    GroupAbortedError,
+    OperationTimeoutError,
+    RankLostError,
+    StoreTimeoutError,
+)
+from unicoll.net import interfaces
+from unicoll.net.secret import KeyText, given_secret, new_key_text
+from unicoll.net.stores import TCPStore
+from unicoll.net.timeouts import Timeout, backoff, positive_seconds, seconds_left
+
+if TYPE_CHECKING:
+    from unicoll.backend.contract import Job
+
+__all__ = ["run"]
+
+_Call = tuple[Callable[..., Any], list[Any], dict[str, Any]]
+"""Function, arguments, arguments by name."""
+
+_NAME = "dask"
+"""Name of the jobs."""
+_START_S = 300.0
+"""Seconds for all ranks to start and join, unless the user gives a limit."""
+_POLL_S = 0.5
+"""Seconds between looks whether all workers are still there."""
+_CONNECT_S = (0.5, 8.0)
+"""Seconds of the first and the longest attempt to connect to rank 0's store; a failed run does not interrupt one."""
+_END_S = 30.0
+"""Seconds that a failed run waits until the function has ended on the other workers."""
+_CONSEQUENCES = (DistNetworkError, DistStoreError, GroupAbortedError)
+"""Errors that may only report the failure of another rank."""
+
+
+def run(
+    client: Client,
+    fn: Callable[..., Any],
+    *args: Any,
+    workers: Sequence[str] | None = None,
+    per_rank: Sequence[Any] | None = None,
+    timeout: Timeout = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on workers of a Dask cluster at the same time, as the ranks of one job.
+
+    On each worker ``fn`` runs between :func:`unicoll.init_process_group` and :func:`unicoll.destroy_process_group`, in
+    one of the worker's threads, and uses the functions of unicoll as any program does. unicoll has to be installed on
+    the workers, each of which is a process of its own. Other tasks may run on them at the same time; with one thread
+    per worker, ``fn`` waits for tasks that are running, and they for ``fn``.
+
+    Args:
+        client: a client that is not asynchronous.
+        fn: a function that Dask can send to the workers.
+        args, kwargs: its arguments. As in ``Client.submit`` a future in them, also in a list or dict, is replaced by
+            its value.
+        workers: the addresses of different workers, in the order of the ranks; None means all workers, in the order
+            of their addresses.
+        per_rank: a value for each rank, which its ``fn`` gets as first argument, before ``args``: for example a list
+            with the futures of the partitions that are on this worker, which need not be moved then.
+        timeout: timedelta or seconds to wait until ``fn`` starts: for other runs on these workers, for their
+            threads, and for the ranks to join. None waits for other runs without a limit, then 5 minutes.
+
+    Returns:
+        What ``fn`` has returned, in the order of the ranks.
+
+    Raises:
+        DistArgumentError: the client is asynchronous, there are no such workers, ``per_rank`` has another length,
+            two workers are threads of one process, or a worker's process has a default process group already.
+        DistTypeError: ``fn`` is not callable.
+        OperationTimeoutError: ``fn`` could not start within ``timeout``; the message has the worker or ranks.
+        RankLostError: a worker was lost, was killed for example, before the result of its rank has arrived.
+        Exception: what ``fn`` has raised, for the first rank that failed. A note (before Python 3.11 the cause) has
+            rank and worker. If the other ranks do not end within 30 s it names them; they may still run ``fn``.
+
+    After a failure, or Ctrl-C, the other ranks' calls of unicoll raise an error, too.
+    """
+    if not callable(fn):
+        raise DistTypeError(f"run: fn must be a function, not {type(fn).__name__}")
+    if client.asynchronous:
+        raise DistArgumentError("run: the client is asynchronous; run waits, and needs a client that is not")
+    limit = positive_seconds(timeout)
+    deadline = None if limit is None else time.monotonic() + limit
+    addresses = _addresses(client, workers)
+    with ExitStack() as locks:
+        for address in sorted(addresses):
+            locks.enter_context(_locked(client, address, deadline))
+        if workers is None:  # some may have been lost while other runs had the locks
+            present = client.nthreads(addresses)
+            addresses = [address for address in addresses if address in present]
+            if not addresses:
+                raise DistArgumentError("run: all workers were lost while other runs had them")
+        if per_rank is not None and len(per_rank) != len(addresses):
+            raise DistArgumentError(f"run: per_rank has {len(per_rank)} values for {len(addresses)} workers")
+        seconds = _START_S if deadline is None else seconds_left(deadline, 0.001)
+        first = [()] * len(addresses) if per_rank is None else [(value,) for value in per_rank]
+        return _Run(client, addresses, seconds).execute(lambda rank: (fn, [*first[rank], *args], kwargs))
+
+
+def _addresses(client: Client, workers: Sequence[str] | None) -> list[str]:
+    known = client.nthreads()
+    if workers is None:
+        if not known:
+            raise DistArgumentError("run: the cluster has no workers; Client.wait_for_workers waits for them")
+        return sorted(known)
+    addresses = [workers] if isinstance(workers, str) else list(workers)
+    if not addresses or len(set(addresses)) < len(addresses):
+        raise DistArgumentError(f"run: workers={addresses} are not the addresses of different workers")
+    if unknown := [address for address in addresses if address not in known]:
+        raise DistArgumentError(f"run: workers {unknown} are not in the cluster, which has {sorted(known)}")
+    return addresses
+
+
+@contextmanager
+def _locked(client: Client, address: str, deadline: float | None) -> Iterator[None]:
+    """The lock of a worker, which one run at a time has."""
+    lock = Lock(f"unicoll-{address}", scheduler_rpc=client.scheduler, loop=client.loop)
+    try:
+        if not lock.acquire(timeout=None if deadline is None else seconds_left(deadline)):
+            raise OperationTimeoutError(f"run: another run still has worker {address}", op="run")
+        try:
+            yield
+        finally:
+            lock.release()
+    finally:
+        # The lock renews itself by a callback, which keeps it in memory, unless the lease-timeout is "inf".
+        if (renewal := getattr(lock, "refresh_callback", None)) is not None:
+            client.loop.add_callback(renewal.stop)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a rank in a run, for its task.
+
+    Attributes:
+        run: random text that identifies the run.
+        workers: their addresses, by rank.
+        seconds: limit of the time until all ranks have started.
+        store: host and port of rank 0's store; None for rank 0.
+    """
+
+    run: str
+    rank: int
+    workers: tuple[str, ...]
+    secret: KeyText
+    seconds: float
+    store: tuple[str, int] | None = None
+
+    def describe(self, *ranks: int) -> str:
+        """This rank, or ``ranks``, with their workers."""
+        return ", ".join(f"rank {rank} on worker {self.workers[rank]}" for rank in ranks or (self.rank,))
+
+
+def _topic(place: _Place) -> str:
+    """Dask's topic for the address of the store; one for each worker, since Dask forgets no topic."""
+    return f"unicoll-{place.workers[0]}"
+
+
+# --- in the client ---------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """The tasks of one run, seen from the client."""
+
+    def __init__(self, client: Client, workers: list[str], seconds: float) -> None:
+        self._client = client
+        self._place = _Place(secrets.token_hex(8), 0, tuple(workers), new_key_text(), seconds)
+        self._deadline = time.monotonic() + seconds
+        self._tasks: dict[int, Any] = {}  # Dask's futures, by rank
+        self._results: dict[int, Future[Any]] = {}  # what they return, which is fetched as soon as it exists
+        # ranks that have ended, the store once there is one, None after an answer of a worker
+        self._news: queue.SimpleQueue[int | tuple[str, int] | None] = queue.SimpleQueue()
+        self._store: tuple[str, int] | None = None
+        # what ranks have raised, in the order in which they have ended
+        self._ended: dict[int, BaseException | None] = {}
+        self._lost: set[int] = set()  # ranks whose worker was lost before they ended
+
+    def execute(self, call: Callable[[int], _Call]) -> list[Any]:
+        """Make the call of each rank on its worker; what they return."""
+        ranks = range(len(self._place.workers))
+        topic = _topic(self._place)
+        # the client keeps this function until the next run, so it refers to no result
+        self._client.subscribe_topic(topic, partial(_receive, self._place.run, self._news))
+        try:
+            self._submit(self._place, call(0))
+            self._await_store()
+            if not self._has_failed():
+                for rank in ranks[1:]:
+                    self._submit(replace(self._place, rank=rank, store=self._store), call(rank))
+            while not self._has_failed() and len(self._ended) < len(ranks):
+                self._await_news()
+            if self._has_failed():
+                raise self._failure()
+            return [self._results[rank].result() for rank in ranks]
+        except BaseException as error:
+            if not self._has_failed():
+                self._end_others(f"the client has ended the run: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._client.unsubscribe_topic(topic)
+            self._client.cancel([*self._tasks.values()])
+
+    def _submit(self, place: _Place, call: _Call) -> None:
+        self._tasks[place.rank] = task = self._client.submit(
+            _run_rank,
+            place,
+            *call,
+            key=(f"{funcname(call[0])}-{place.run}", place.rank),
+            workers=[place.workers[place.rank]],
+            allow_other_workers=False,
+            pure=False,
+        )
+        self._results[place.rank] = result = self._background(_fetch(task))
+        result.add_done_callback(lambda _: self._news.put(place.rank))
+
+    def _await_store(self) -> None:
+        while self._store is None and not self._has_failed():
+            self._await_news()
+            if time.monotonic() > self._deadline and self._store is None and not self._has_failed():
+                raise OperationTimeoutError(
+                    f"run: after {self._place.seconds:.3g} s has not started: {self._place.describe()}; all threads of"
+                    " the worker execute other tasks, or it is paused",
+                    op="run",
+                    rank=0,
+                )
+
+    def _await_news(self) -> None:
+        """Wait a moment for the next rank that ends, or the store; if there is none, find lost workers."""
+        try:
+            news = self._news.get(timeout=_POLL_S)
+        except queue.Empty:
+            rest = {rank: self._place.workers[rank] for rank in self._running()}
+            present = self._client.nthreads([*rest.values()])
+            self._lost.update(rank for rank, worker in rest.items() if worker not in present)
+            return
+        if isinstance(news, tuple):
+            self._store = news
+        elif news is not None:
+            try:
+                self._ended[news] = self._results[news].exception()
+            except CancelledError as error:
+                self._ended[news] = error
+
+    def _running(self) -> list[int]:
+        """The ranks that have not ended, as far as is known."""
+        return [r for r in range(len(self._place.workers)) if r not in self._ended and r not in self._lost]
+
+    def _has_failed(self) -> bool:
+        return bool(self._lost) or any(error is not None for error in self._ended.values())
+
+    def _failure(self) -> BaseException:
+        """The first failure, once the other ranks have ended."""
+        rank, error = self._first_failure()
+        running = self._end_others(f"{self._place.describe(rank)}: {type(error).__name__}: {error}")
+        rank, error = self._first_failure()  # more may be known now
+        notes = [] if self._lost else [f"{self._place.describe(rank)} has raised this"]
+        if running:
+            notes.append(f"not ended within {_END_S:g} s: {self._place.describe(*running)}")
+        if notes:
+            _add_note(error, "; ".join(notes))
+        return error
+
+    def _first_failure(self) -> tuple[int, BaseException]:
+        """The rank that has failed first and its error: a lost one, else one that is not the consequence of another."""
+        errors = [(rank, error) for rank, error in self._ended.items() if error is not None]
+        if self._lost:
+            lost, *_ = ranks = sorted(self._lost)
+            text = (
+                f"run: lost before its result had arrived: {self._place.describe(*ranks)}; the worker was killed, has"
+                " ended, or has lost its connection to the scheduler"
+            )
+            error = RankLostError(text, rank=lost, op="run")
+            error.__cause__ = errors[0][1] if errors else None  # it may say how the process ended
+            return lost, error
+        return next((one for one in errors if not isinstance(one[1], _CONSEQUENCES)), errors[0])
+
+    def _end_others(self, reason: str) -> list[int]:
+        """End the job on all workers, and wait for the ranks that have started; those that do not end in time."""
+        started = {
+            rank: self._background(self._end(worker, reason))
+            for rank, worker in enumerate(self._place.workers)
+        }
+        for answer in started.values():
+            answer.add_done_callback(lambda _: self._news.put(None))
+        deadline = time.monotonic() + _END_S
+        # A worker that has died does not answer for long, but a look at the workers shows that it is lost.
+        while running := [
+            rank for rank in self._running() if not started[rank].done() or started[rank].result()
+        ]:
+            if time.monotonic() > deadline:
+                break
+            self._await_news()
+        for answer in started.values():
+            answer.cancel()
+        return running
+
+    async def _end(self, worker: str, reason: str) -> bool:
+        """End the job on one worker; True if the rank's task has started, as far as is known."""
+        answers = await self._client.run(_end, self._place.run, reason, workers=[worker], on_error="ignore")
+        return bool(answers.get(worker, True))
+
+    def _background(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(call, self._client.loop.asyncio_loop)
+
+
+def _receive(run: str, news: queue.SimpleQueue[Any], event: tuple[float, Mapping[str, Any]]) -> None:
+    """Forward the address of the store from an event of Dask."""
+    _, message = event
+    if message["run"] == run:
+        news.put((message["host"], message["port"]))
+
+
+async def _fetch(task: Any) -> Any:
+    return await task
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        cause, error.__cause__ = error.__cause__, DistError(note)
+        error.__cause__.__cause__ = cause
+
+
+# --- on a worker -----------------------------------------------------------------------------------------------------
+
+_changed = threading.Condition()
+_member: _Member | None = None
+"""This process as a rank."""
+_started: deque[str] = deque(maxlen=1000)
+"""Runs whose task has started in this process; it may have ended."""
+_failed: deque[str] = deque(maxlen=1000)
+"""Runs that have failed; their tasks do not start any more."""
+
+
+def _run_rank(place: _Place, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The task of a rank."""
+    with _membership(place) as member:
+        try:
+            member.join()
+            result = fn(*args, **kwargs)
+        except BaseException as error:
+            world.leave(error)  # the others get the error as the reason
+            member.close(linger=False)
+            raise
+        world.leave()
+        member.close(linger=True)  # others may still be in the job
+        return result
+
+
+@contextmanager
+def _membership(place: _Place) -> Iterator[_Member]:
+    """Make this process the rank, once no rank of another run is in it."""
+    global _member
+    with _changed:
+        _started.append(place.run)
+        if _member is not None and _member.place.run == place.run:
+            raise DistArgumentError(
+                f"{place.describe(_member.place.rank, place.rank)} are threads of one process, which can be one rank"
+                " only: start the cluster with a process for each worker, as LocalCluster(processes=True) does"
+            )
+        _changed.wait_for(lambda: _member is None or place.run in _failed, place.seconds)
+        if place.run in _failed:
+            raise GroupAbortedError(f"{place.describe()} did not start, since the run has failed")
+        if _member is not None:
+            raise OperationTimeoutError(
+                f"{place.describe()} could not start within {place.seconds:.3g} s: its process still executes the"
+                " function of another run, whose client has ended",
+                rank=place.rank,
+                op="run",
+            )
+        if world.is_initialized():
+            raise DistArgumentError(
+                f"the process of {place.describe()} has a default process group already, from a call of"
+                " init_process_group in another task or a preloaded module; call destroy_process_group there first",
+                rank=place.rank,
+            )
+        _member = member = _Member(place)
+    try:
+        yield member
+    finally:
+        with _changed:
+            _member = None
+            _changed.notify_all()
+
+
+class _Member:
+    """This process as the rank of a run."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self._deadline = time.monotonic() + place.seconds
+        self._store: TCPStore | None = None
+        self._job: Job | None = None
+        self._reason: str | None = None  # why the client has ended the run
+
+    def join(self) -> None:
+        """Wait until all ranks have started, and make their group the default group."""
+        place = self.place
+        try:
+            store = self._open_store()
+            with _changed:
+                self._store = store
+                self._raise_if_ended()
+            self._await_ranks(store)
+            ranks = len(place.workers)
+            # as a job with a name, so that variables of the launcher that has started the workers are not used
+            group = join(store=store, name=_NAME, rank=place.rank, world_size=ranks, secret=place.secret)
+            with _changed:
+                self._job = group.job
+            enter(group.job)
+            self._raise_if_ended()
+        except DistError:
+            self._raise_if_ended()
+            raise
+
+    def _raise_if_ended(self) -> None:
+        if self._reason is not None:
+            raise GroupAbortedError(self._reason) from None
+
+    def _open_store(self) -> TCPStore:
+        """Rank 0's store, which it serves at its worker's address; the client sends host and port to the others."""
+        place = self.place
+        secret = given_secret(place.secret)
+        if place.store is None:
+            host = get_address_host(place.workers[0])
+            bind = host if interfaces.is_local_address(host) else None
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, secret=secret, bind=bind)
+            event = {"run": place.run, "host": host, "port": store.port}
+            get_worker().log_event(_topic(place), event)
+            return store
+        limits = backoff(*_CONNECT_S)
+        while True:
+            try:
+                return TCPStore(*place.store, timeout=next(limits), wait_for_workers=False, secret=secret)
+            except DistNetworkError as error:
+                self._raise_if_ended()
+                if isinstance(error, AuthenticationError) or time.monotonic() > self._deadline:
+                    raise
+
+    def _await_ranks(self, store: TCPStore) -> None:
+        place = self.place
+        keys = [f"started/{rank}" for rank in range(len(place.workers))]
+        store.set(keys[place.rank], "")
+        try:
+            store.wait(keys, timedelta(seconds=seconds_left(self._deadline, 0.001)))
+        except StoreTimeoutError:
+            missing = [rank for rank, key in enumerate(keys) if store.try_get(key) is None]
+            error = OperationTimeoutError(
+                f"run: after {place.seconds:.3g} s has not started: {place.describe(*missing)}; all threads of the"
+                " worker execute other tasks, or it is paused",
+                op="run",
+                rank=missing[0] if missing else None,
+            )
+            error.missing = missing
+            raise error from None
+        store.set_timeout(timedelta(seconds=_START_S))
+
+    def end(self, reason: str) -> None:
+        """From another thread: make this rank's calls, and :meth:`join`, raise an error with the reason."""
+        with _changed:
+            self._reason = reason
+            store, job = self._store, self._job
+        if store is not None:
+            store.close()
+        if job is not None:
+            for group in [*job.groups]:
+                group.abort_on_this_rank(GroupAbortedError(reason))
+
+    def close(self, linger: bool) -> None:
+        """Close the store; rank 0's may go on until all others have closed theirs."""
+        if self._store is not None:
+            self._store.close(linger)
+
+
+async def _end(run: str, reason: str) -> bool:
+    """End the job of a run that has failed on this worker; True if the rank's task has started."""
+    with _changed:
+        started, member = run in _started, _member
+        _failed.append(run)
+        _changed.notify_all()
+    if member is not None and member.place.run == run:
+        await asyncio.to_thread(member.end, reason)
+    return started
