@@ -25,6 +25,7 @@ LAYERS = (
     {"bootstrap"},
     {"api"},
     {"device_mesh", "parallel", "bench", "doctor", "torch_plugin", "torch_autoload", "testing", "trace"},
+    {"integrations"},
 )
 """From the lowest to the highest layer; a package imports from its own layer and those below it."""
 
