@@ -12,15 +12,16 @@ from ray.train.torch.config import _TorchBackend
 from unicoll.net.secret import KeyText, new_key_text
 
 
-def _set_secret(secret: KeyText) -> None:
+def _prepare(secret: KeyText) -> None:
     os.environ["UNICOLL_SECRET"] = secret
+    import unicoll.torch_plugin  # noqa: F401  # the backend's names, also where torch loads no entry points
 
 
 class _SecretBackend(_TorchBackend):  # type: ignore[misc]  # Ray has no types
     """Ray's backend for torch, whose workers have a new secret each time that they are started."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        worker_group.execute(_set_secret, new_key_text())
+        worker_group.execute(_prepare, new_key_text())
         super().on_start(worker_group, backend_config)
 
 
