@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,12 +58,12 @@ def printed(process: subprocess.Popen[str]) -> Any:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a Ray cluster with two nodes."""
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets in it need a short path
-    try:
-        with started("ray_cluster.py", folder) as process:
-            yield printed(process)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    # Ray's sockets need a short path; its last processes may write while the folder is removed
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        started("ray_cluster.py", folder) as process,
+    ):
+        yield printed(process)
 
 
 def run(program: str, cluster: str, *arguments: str) -> Any:
