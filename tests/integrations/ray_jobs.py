@@ -15,6 +15,7 @@ import numpy as np
 import ray
 import ray.util.collective as col
 from ray.experimental import internal_kv
+from ray.experimental.collective import create_collective_group, destroy_collective_group
 from ray.util.collective.types import ReduceOp
 
 import unicoll
@@ -215,6 +216,11 @@ def groups() -> Any:
     ].tolist()
     col.create_collective_group([a, b], 2, [1, 0], BACKEND, "declared")
     found["declared"] = on_all([a, b], "sum", "declared")
+    handle = create_collective_group([a, b], BACKEND)
+    found["handle"] = on_all([a, b], "sum", handle.name)
+    destroy_collective_group(handle)
+    join([a], "alone")
+    found["alone"] = on_all([a], "sum", "alone")
     found["records"] = [record_exists(name) for name in ("default", odd, odd + "y", "declared")]
     return found
 

@@ -81,7 +81,8 @@ def test_an_actor_is_in_several_groups_and_makes_one_again(cluster: str) -> None
     found = run("groups", cluster)
     assert found["several"] == [[3.0] * 3, [2.0] * 2, [2.0] * 2]
     assert found["left"] == [False] * 3
-    assert found["again"] == found["others"] == found["declared"] == [2.0] * 2
+    assert found["again"] == found["others"] == found["declared"] == found["handle"] == [2.0] * 2
+    assert found["alone"] == [1.0]
     assert found["passed"] == [2.0] * 2
     assert found["records"] == [False] * 4
 

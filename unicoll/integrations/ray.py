@@ -54,6 +54,7 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.net import interfaces
 from unicoll.net.secret import KeyText, given_secret, new_key_text
 from unicoll.net.stores import TCPStore
+from unicoll.net.stores.base import DEFAULT_TIMEOUT
 from unicoll.net.timeouts import backoff, seconds_left
 
 if TYPE_CHECKING:
@@ -266,9 +267,10 @@ def _connect(key: str, rank: int, group_name: str, deadline: float) -> tuple[TCP
             try:
                 # A plain socket shows a refused connection without the store's retries.
                 socket.create_connection((record.host, record.port), timeout).close()
-                return TCPStore(
-                    record.host, record.port, timeout=timeout, secret=given_secret(record.secret)
-                ), record
+                secret = given_secret(record.secret)
+                store = TCPStore(record.host, record.port, timeout=timeout, secret=secret)
+                store.set_timeout(DEFAULT_TIMEOUT)
+                return store, record
             except (DistError, OSError) as error:
                 last_error = error
         if time.monotonic() >= deadline:
