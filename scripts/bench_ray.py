@@ -48,11 +48,13 @@ class Rank:
         return found
 
     def _calls(self, name: str, x: np.ndarray) -> int:
-        """Calls of a block, equal on both ranks."""
-        self._block(name, x, 3)
-        count = np.array([max(3.0, BLOCK_S / self._block(name, x, 3))])
-        col.broadcast(count, 0, name)
-        return int(count[0])
+        """Calls of a block: rank 0 doubles them until the block takes long enough, and tells the other rank."""
+        calls, enough = 3, np.zeros(1)
+        while not enough[0]:
+            calls *= 2
+            enough[0] = self._block(name, x, calls) * calls > BLOCK_S
+            col.broadcast(enough, 0, name)
+        return calls
 
     def _block(self, name: str, x: np.ndarray, calls: int) -> float:
         col.barrier(name)
