@@ -58,6 +58,15 @@ class Rank:
                 found.append([type(error).__name__, error.rank, str(error)])
         return found
 
+    def mismatch(self, name: str) -> str:
+        """The error of ranks that call different functions."""
+        x = np.ones(3)
+        try:
+            col.broadcast(x, 0, name) if col.get_rank(name) else col.allreduce(x, name)
+        except unicoll.errors.CollectiveMismatchError as error:
+            return str(error)
+        return ""
+
     def wait_until_blocked(self) -> None:
         """Return when another thread of this actor is in an all_reduce of unicoll."""
         while not any(
@@ -219,6 +228,9 @@ def groups() -> Any:
     handle = create_collective_group([a, b], BACKEND)
     found["handle"] = on_all([a, b], "sum", handle.name)
     destroy_collective_group(handle)
+    pair = [Rank.options(max_concurrency=1).remote() for _ in range(2)]  # their calls run on the main thread
+    join(pair, "differs")
+    found["mismatch"] = on_all(pair, "mismatch", "differs")
     join([a], "alone")
     found["alone"] = on_all([a], "sum", "alone")
     found["records"] = [record_exists(name) for name in ("default", odd, odd + "y", "declared")]

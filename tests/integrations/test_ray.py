@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,8 @@ def test_an_actor_is_in_several_groups_and_makes_one_again(cluster: str) -> None
     assert found["left"] == [False] * 3
     assert found["again"] == found["others"] == found["declared"] == found["handle"] == [2.0] * 2
     assert found["alone"] == [1.0]
+    for text in found["mismatch"]:  # the lines of the user's code, not Ray's
+        assert len(re.findall(r"rank [01]: .*ray_jobs\.py:\d+", text)) == 2, text
     assert found["passed"] == [2.0] * 2
     assert found["records"] == [False] * 4
 

@@ -28,8 +28,8 @@ Entry = tuple[Any, ...]
 code object and offset, or as ``file:line`` and 0. If it failed, the error as text follows; of a message the error or
 "", and shape, peer and tag."""
 
-_LIBRARIES = ("unicoll", "torch", "ray.util.collective.collective")
-_SUBMODULES = ("unicoll.", "torch.")
+_LIBRARIES = ("unicoll", "torch", "ray")
+_SUBMODULES = ("unicoll.", "torch.", "ray.")
 _MAX_ERROR = 1000
 _MAX_MESSAGE_KINDS = 256
 """Kinds of messages that are kept for each operation and element type."""
