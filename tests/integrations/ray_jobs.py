@@ -6,7 +6,9 @@ Arguments: the name of the function, the cluster's address, and the function's a
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -19,6 +21,8 @@ from ray.experimental.collective import create_collective_group, destroy_collect
 from ray.util.collective.types import ReduceOp
 
 import unicoll
+import unicoll.bootstrap.join
+from unicoll.bootstrap import rendezvous_protocol
 from unicoll.integrations import ray as unicoll_ray
 from unicoll.integrations.ray import BACKEND
 
@@ -33,6 +37,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.joined = 0
+        self.stopped = threading.Event()
 
     def join(self, world_size: int, rank: int, name: str) -> int:
         col.init_collective_group(world_size, rank, BACKEND, name)
@@ -85,9 +90,33 @@ class Rank:
             return "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
         return ""
 
+    def stop_while_joining(self, world_size: int, rank: int, name: str) -> None:
+        """Join up to the rendezvous, in which this process gets its rank, and stop there."""
+
+        def stop(*args: Any) -> None:
+            self.stopped.set()
+            threading.Event().wait()
+
+        unicoll.bootstrap.join.join_job = stop
+        self.join(world_size, rank, name)
+
+    def wait_until_stopped(self) -> None:
+        assert self.stopped.wait(LIMIT_S)
+
+    def join_error(self, world_size: int, rank: int, name: str) -> list[Any]:
+        rendezvous_protocol.STALE_SECONDS = 0.5
+        try:
+            self.join(world_size, rank, name)
+        except unicoll.errors.DistError as error:
+            return [type(error).__name__, error.rank, str(error)]
+        return []
+
     def leave(self, name: str) -> bool:
         col.destroy_collective_group(name)
         return col.is_group_initialized(name)
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def node(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
@@ -173,13 +202,15 @@ def on_all(actors: list[Any], method: str, *args: Any) -> list[Any]:
     return found
 
 
-def await_restart(actor: Any) -> None:
+def await_restart(actor: Any, killed: int) -> None:
+    """Wait until another process than the killed one serves the actor."""
     while True:
         try:
-            get(actor.node.remote())
-            return
+            if get(actor.pid.remote()) != killed:
+                return
         except ray.exceptions.ActorUnavailableError:
-            time.sleep(0.05)
+            pass
+        time.sleep(0.05)
 
 
 def key_of(name: str) -> str:
@@ -245,11 +276,26 @@ def killed(victim: str) -> Any:
     on_all(actors, "sum", "g")
     pending = [actor.failure.remote("g", 2) for actor in left]
     on_all(left, "wait_until_blocked")
+    process = get(actors[dead].pid.remote())
     ray.kill(actors[dead], no_restart=False)
     found = {"errors": get(pending), "left": on_all(left, "leave", "g")}
-    await_restart(actors[dead])
+    await_restart(actors[dead], process)
     found["joined"] = join(actors, "g")
     found["again"] = on_all(actors, "sum", "g")
+    return found
+
+
+def killed_while_joining() -> Any:
+    actors = ranks(3)
+    waiting = [actors[i].join_error.remote(3, i, "g") for i in (0, 2)]
+    actors[1].stop_while_joining.remote(3, 1, "g")
+    get(actors[1].wait_until_stopped.remote())
+    process = get(actors[1].pid.remote())
+    ray.kill(actors[1], no_restart=False)
+    await_restart(actors[1], process)
+    found = {"again": get(actors[1].join_error.remote(3, 1, "g")), "others": get(waiting)}
+    found["joined"] = join(actors, "g")
+    found["sums"] = on_all(actors, "sum", "g")
     return found
 
 
@@ -296,7 +342,6 @@ def second_driver() -> Any:
 
 def training_loop(config: dict[str, Any]) -> None:
     import hashlib
-    import os
 
     import ray.train
     import torch

@@ -102,6 +102,20 @@ def test_a_killed_actor_is_named_and_is_in_the_next_group(cluster: str, victim: 
     assert found["again"] == [3.0] * 3
 
 
+def test_an_actor_that_was_killed_while_joining_does_not_block_the_others(cluster: str) -> None:
+    found = run("killed_while_joining", cluster)
+    kind, rank, text = found["again"]
+    assert (kind, rank) == ("DistStoreError", 1)
+    assert "rank 1 at" in text
+    assert "is taken by a process on" in text
+    for kind, _, text in found["others"]:
+        assert kind == "RankLostError"
+        assert "rank 1 (" in text
+        assert "could not join: DistStoreError: rank 1 at" in text
+    assert found["joined"] == [1] * 3
+    assert found["sums"] == [3.0] * 3
+
+
 def test_records_that_are_left_over_are_not_used(cluster: str) -> None:
     found = run("leftovers", cluster)
     assert found["left"]

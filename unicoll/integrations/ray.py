@@ -27,6 +27,7 @@ import json
 import re
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,12 +50,15 @@ from ray.util.collective.types import (
 
 import unicoll
 from unicoll.arrays.dlpack import WritableMemory
+from unicoll.bootstrap.rendezvous_protocol import JobRecord, StoreLocation
 from unicoll.errors import DistArgumentError, DistError, StoreTimeoutError
 from unicoll.group.process_group import ProcessGroup
 from unicoll.net import interfaces
+from unicoll.net.control.departures import publish_refusal
 from unicoll.net.secret import KeyText, given_secret, new_key_text
-from unicoll.net.stores import TCPStore
+from unicoll.net.stores import PrefixStore, TCPStore
 from unicoll.net.stores.base import DEFAULT_TIMEOUT
+from unicoll.net.stores.signed import SignedStore
 from unicoll.net.timeouts import backoff, seconds_left
 
 if TYPE_CHECKING:
@@ -224,10 +228,14 @@ def _join(world_size: int, rank: int, group_name: str) -> tuple[ProcessGroup, TC
             group = unicoll.join(
                 name=name, rank=rank, world_size=world_size, store=store, secret=record.secret
             )
-        except BaseException as error:
-            store.close(linger=True)
-            if rank != 0 and isinstance(error, DistError) and _read(key) not in (None, record):
+        except DistError as error:
+            if rank != 0 and _read(key) not in (None, record):
+                store.close()
                 continue  # rank 0 has begun another group meanwhile
+            if rank != 0:
+                with suppress(DistError):
+                    _refuse(store, name, record, rank, error)
+            store.close(linger=True)
             raise
         finally:
             if rank == 0:
@@ -281,6 +289,20 @@ def _connect(key: str, rank: int, group_name: str, deadline: float) -> tuple[TCP
                 rank=0,
             )
         time.sleep(next(pauses))
+
+
+def _refuse(store: TCPStore, name: str, record: _Record, rank: int, error: DistError) -> None:
+    """Let rank 0 know that this rank cannot join, for example because a process that had this rank died while joining.
+
+    unicoll publishes only errors that come after the rendezvous.
+    """
+    namespace = f"{StoreLocation.namespace}/{name}"
+    text = store.try_get(f"{namespace}/generation")
+    if text is None:
+        return
+    agreed = JobRecord.parse(text)
+    key = agreed.job_key(given_secret(record.secret).key)
+    publish_refusal(SignedStore(PrefixStore(f"{namespace}/{agreed.token}", store), key), rank, error)
 
 
 def _read(key: str) -> _Record | None:
