@@ -2,9 +2,9 @@
 
 In README.md and docs/*.md a block whose first line is ```` ```python run ```` runs on two ranks of our launcher;
 ``run=4`` on four, ``run=1`` in one process without the launcher. ```` ```sh run ```` runs in bash. ``exit=137`` expects
-that exit code, ``torch`` and ``distributed`` need these packages. A ```` ```text ```` block right below is what is
-printed, in any order of lines, with ``...`` for anything. The code of a block whose first line has ``file=NAME`` is a
-file of that name for the blocks of its page that are run.
+that exit code, ``torch``, ``ray`` and ``distributed`` need these packages. A ```` ```text ```` block right below is
+what is printed, in any order of lines, with ``...`` for anything. The code of a block whose first line has
+``file=NAME`` is a file of that name for the blocks of its page that are run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -256,8 +257,8 @@ def differences(expected: str, printed: str) -> list[str]:
 @pytest.mark.every(8)
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
-    for package in ("torch", "distributed"):
-        if package in block.options and importlib.util.find_spec(package) is None:
+    for package in {"torch", "ray", "distributed"} & set(block.options):
+        if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     if block.language == "sh" and shutil.which("bash") is None:
         pytest.skip("bash is not installed")
@@ -266,11 +267,15 @@ def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
     for other in FILES:
         if other.page == block.page:
             (tmp_path / other.value("file")).write_text(other.code)
-    with reserved_port() as port:
+    with (
+        reserved_port() as port,
+        # Ray's sockets need a short path; its last processes may write while the folder is removed
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short,
+    ):
         ended = subprocess.run(
             command(block, tmp_path, port),
             cwd=tmp_path,
-            env=user_environment(tmp_path),
+            env=user_environment(tmp_path) | {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

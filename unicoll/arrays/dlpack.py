@@ -127,7 +127,7 @@ class _CapsuleProbe:
         return capsule
 
 
-class _WritableMemory:
+class WritableMemory:
     """The array interface of a NumPy array without its read-only flag; keeps the array alive."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
@@ -146,7 +146,7 @@ def host_view(array: Any) -> np.ndarray[Any, Any]:
     view = np.from_dlpack(probe)
     if probe.versioned or view.flags.writeable:
         return view
-    return np.asarray(_WritableMemory(view))
+    return np.asarray(WritableMemory(view))
 
 
 def import_cuda(array: Any, stream: int) -> DLPackMemory:

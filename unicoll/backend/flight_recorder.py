@@ -28,8 +28,8 @@ Entry = tuple[Any, ...]
 code object and offset, or as ``file:line`` and 0. If it failed, the error as text follows; of a message the error or
 "", and shape, peer and tag."""
 
-_LIBRARIES = ("unicoll", "torch")
-_SUBMODULES = ("unicoll.", "torch.")
+_LIBRARIES = ("unicoll", "torch", "ray")
+_SUBMODULES = ("unicoll.", "torch.", "ray.")
 _MAX_ERROR = 1000
 _MAX_MESSAGE_KINDS = 256
 """Kinds of messages that are kept for each operation and element type."""
@@ -210,7 +210,7 @@ def failure_text(error: BaseException) -> str:
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """The first frame from ``frame`` outwards that is not of this library, or of torch, which may call it."""
+    """The first frame from ``frame`` outwards that is not of this library, or of torch or Ray, which may call it."""
     while id(names := frame.f_globals) in _library_modules or _is_library(names):
         if frame.f_back is None:
             break

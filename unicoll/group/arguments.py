@@ -71,5 +71,5 @@ def splits_of(name: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def call_site() -> str:
-    """``file:line`` of the first caller outside this library and torch, which may call it."""
+    """``file:line`` of the first caller outside this library, torch and Ray, which may call it."""
     return site_of(user_frame(sys._getframe(2)))

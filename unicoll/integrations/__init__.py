@@ -1,1 +1,1 @@
-"""Jobs whose processes another library has started; each module is for one such library, and imports it."""
+"""unicoll in jobs of other packages; each module needs the package of its name."""

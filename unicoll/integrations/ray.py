@@ -1,0 +1,335 @@
+"""unicoll as the backend ``UNICOLL`` of Ray's collective groups (``ray.util.collective``).
+
+Importing this module registers the backend in this process::
+
+    import ray.util.collective as col
+    from unicoll.integrations.ray import BACKEND
+
+    col.create_collective_group(actors, 2, [0, 1], backend=BACKEND, group_name="gradients")   # in the driver
+    col.init_collective_group(2, rank, backend=BACKEND, group_name="gradients")               # or in each actor
+    col.allreduce(array, "gradients")                                                         # in the actors
+
+Ray needs the registration in the driver and in every actor. An actor that receives :data:`BACKEND`, as an argument or
+as a global of its class, imports this module by that. With the plain text ``"UNICOLL"`` each actor has to import it.
+
+A group is a job of :func:`unicoll.join`: an actor can be in several, and no default group is used. Arrays are NumPy's,
+CuPy's and torch's, and the backend is chosen by their device. A killed actor raises RankLostError in the others; they
+destroy the group, and a restarted actor can be in a new one of the same name.
+
+:class:`TorchConfig` is Ray Train's, for the backend ``unicoll`` of torch.distributed, with a new secret for each start
+of the workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import ray
+from ray.experimental import internal_kv
+from ray.util.collective import register_collective_backend
+from ray.util.collective.collective_group.base_collective_group import BaseGroup
+from ray.util.collective.types import (
+    AllGatherOptions,
+    AllReduceOptions,
+    Backend,
+    BarrierOptions,
+    BroadcastOptions,
+    RecvOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    SendOptions,
+)
+
+import unicoll
+from unicoll.arrays.dlpack import WritableMemory
+from unicoll.bootstrap.rendezvous_protocol import JobRecord, StoreLocation
+from unicoll.errors import DistArgumentError, DistError, StoreTimeoutError
+from unicoll.group.process_group import ProcessGroup
+from unicoll.net import interfaces
+from unicoll.net.control.departures import publish_refusal
+from unicoll.net.secret import KeyText, given_secret, new_key_text
+from unicoll.net.stores import PrefixStore, TCPStore
+from unicoll.net.stores.base import DEFAULT_TIMEOUT
+from unicoll.net.stores.signed import SignedStore
+from unicoll.net.timeouts import backoff, seconds_left
+
+if TYPE_CHECKING:
+    from unicoll.integrations.ray_train import TorchConfig
+
+__all__ = ["BACKEND", "TorchConfig", "UnicollGroup"]
+
+
+class _BackendName(str):
+    """The name of the backend; a process that unpickles it imports this module, which registers the backend."""
+
+    __slots__ = ()
+
+
+BACKEND = _BackendName("UNICOLL")
+"""The backend's name, for Ray's functions."""
+
+_JOIN_S = 300.0
+"""How long a rank waits for rank 0's record."""
+_PROBE_S = 2.0
+"""First timeout for a server that may be another program's; it grows with each try."""
+_KEYS = "unicoll"
+"""The namespace of the records in Ray's key-value store."""
+_UNSET = timedelta(milliseconds=-1)
+
+
+class UnicollGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
+    """A collective group of Ray over a job of unicoll; Ray makes it, in each actor of the group.
+
+    Results are written in place, also to an array that Ray has passed to the actor, which NumPy marks as read-only:
+    then the object in Ray's store changes, as in Ray's own groups. Pass a copy if others read it.
+
+    The methods take lists, as Ray's functions pass them, with the one array of this rank. Of their options,
+    ``timeout_ms`` (a timedelta) bounds a call; else the limit is 30 minutes.
+
+    Raises:
+        RankLostError: an actor of the group has died or has left; ``rank`` is its rank. The group is of no further use.
+        DistArgumentError: several arrays of one rank (Ray's functions ``*_multigpu``), or arrays that do not fit.
+        CollectiveMismatchError, OperationTimeoutError: as for :class:`unicoll.ProcessGroup`.
+    """
+
+    def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+        """Join the group; returns when all ranks have.
+
+        Raises:
+            StoreTimeoutError: rank 0 has not made the group in time.
+            OperationTimeoutError: other ranks have not joined in time; the message has them.
+        """
+        super().__init__(world_size, rank, group_name)
+        self._group, self._store = _join(world_size, rank, group_name)
+
+    @classmethod
+    def backend(cls) -> str:
+        return BACKEND
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        return True
+
+    def destroy_group(self) -> None:
+        """Leave the group and close everything; ranks that still use it get RankLostError."""
+        try:
+            unicoll.destroy_process_group(self._group)
+        finally:
+            self._store.close(linger=True)
+
+    def allreduce(self, tensor: list[Any], allreduce_options: Any = AllReduceOptions) -> None:
+        array, op = _output(_one(tensor)), _reduction(allreduce_options)
+        self._group.all_reduce(array, op, timeout=_timeout(allreduce_options))
+
+    def barrier(self, barrier_options: Any = BarrierOptions) -> None:
+        self._group.barrier(timeout=_timeout(barrier_options))
+
+    def reduce(self, tensor: list[Any], reduce_options: Any = ReduceOptions) -> None:
+        array, root, op = _one(tensor), reduce_options.root_rank, _reduction(reduce_options)
+        if root == self.rank:
+            array = _output(array)
+        self._group.reduce(array, root, op, timeout=_timeout(reduce_options))
+
+    def allgather(
+        self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = AllGatherOptions
+    ) -> None:
+        outputs = [_output(array) for array in _one(tensor_list)]
+        self._group.all_gather(outputs, _one(tensor), timeout=_timeout(allgather_options))
+
+    def broadcast(self, tensor: list[Any], broadcast_options: Any = BroadcastOptions) -> None:
+        array, root = _one(tensor), broadcast_options.root_rank
+        if root != self.rank:
+            array = _output(array)
+        self._group.broadcast(array, root, timeout=_timeout(broadcast_options))
+
+    def reducescatter(
+        self,
+        tensor: list[Any],
+        tensor_list: list[list[Any]],
+        reducescatter_options: Any = ReduceScatterOptions,
+    ) -> None:
+        output, op = _output(_one(tensor)), _reduction(reducescatter_options)
+        self._group.reduce_scatter(output, _one(tensor_list), op, timeout=_timeout(reducescatter_options))
+
+    def send(self, tensor: list[Any], send_options: Any = SendOptions) -> None:
+        array = _first(_one(tensor), send_options.n_elements)
+        self._group.send(array, send_options.dst_rank, timeout=_timeout(send_options))
+
+    def recv(self, tensor: list[Any], recv_options: Any = RecvOptions) -> None:
+        array = _first(_output(_one(tensor)), recv_options.n_elements)
+        self._group.recv(array, recv_options.src_rank, timeout=_timeout(recv_options))
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+def _one(arrays: list[Any]) -> Any:
+    if len(arrays) != 1:
+        raise DistArgumentError(
+            f"{len(arrays)} arrays were passed for one rank: a rank of the backend {BACKEND} has one device; make an"
+            " actor for each device"
+        )
+    return arrays[0]
+
+
+def _output(array: Any) -> Any:
+    """An array to write to: NumPy marks as read-only what Ray has passed to the actor."""
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        return np.asarray(WritableMemory(array))
+    return array
+
+
+def _first(array: Any, count: int) -> Any:
+    """The first ``count`` elements of an array that is contiguous; all for 0."""
+    return array.reshape(-1)[:count] if count else array
+
+
+def _reduction(options: Any) -> Any:
+    return getattr(unicoll.ReduceOp, options.reduceOp.name)
+
+
+def _timeout(options: Any) -> timedelta | None:
+    limit: timedelta = getattr(options, "timeout_ms", _UNSET)
+    return None if limit == _UNSET else limit
+
+
+# --- joining ------------------------------------------------------------------------------------------------------
+
+
+class _Record(NamedTuple):
+    """What rank 0 publishes: the address of the group's store, and the group's secret."""
+
+    host: str
+    port: int
+    secret: KeyText
+
+
+def _join(world_size: int, rank: int, group_name: str) -> tuple[ProcessGroup, TCPStore]:
+    """Join a group: its job, and the store that has to be closed after it.
+
+    Rank 0 serves a store of its own for each group, with a new secret, and publishes both under a key of the group's
+    name and of Ray's job in Ray's key-value store, until all ranks have joined. The record of a group that rank 0 could
+    not finish names a server that has ended or does not have the record's secret, so the others wait for the next one.
+    """
+    key = f"{ray.get_runtime_context().get_job_id()}/{group_name}"
+    name = _job_name(group_name)
+    deadline = time.monotonic() + _JOIN_S
+    while True:
+        store, record = _serve(key) if rank == 0 else _connect(key, rank, group_name, deadline)
+        try:
+            group = unicoll.join(
+                name=name, rank=rank, world_size=world_size, store=store, secret=record.secret
+            )
+        except DistError as error:
+            if rank != 0 and _read(key) not in (None, record):
+                store.close()
+                continue  # rank 0 has begun another group meanwhile
+            if rank != 0:
+                with suppress(DistError):
+                    _refuse(store, name, record, rank, error)
+            store.close(linger=True)
+            raise
+        finally:
+            if rank == 0:
+                _remove(key, record)
+        return group, store
+
+
+def _job_name(group_name: str) -> str:
+    """The name for unicoll of a group, whose name may have any characters and any length."""
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", group_name)
+    if safe == group_name and len(safe) <= 48:
+        return f"ray-{safe}"
+    return f"ray-{safe[:48]}-{hashlib.blake2s(group_name.encode(), digest_size=4).hexdigest()}"
+
+
+def _serve(key: str) -> tuple[TCPStore, _Record]:
+    host = ray.util.get_node_ip_address()
+    secret = new_key_text()
+    bind = host if interfaces.is_local_address(host) else None  # else all interfaces
+    store = TCPStore(host, 0, is_master=True, secret=given_secret(secret), bind=bind)
+    try:
+        record = _Record(host, store.port, secret)
+        internal_kv._internal_kv_put(key, json.dumps(record), namespace=_KEYS)
+    except BaseException:
+        store.close()
+        raise
+    return store, record
+
+
+def _connect(key: str, rank: int, group_name: str, deadline: float) -> tuple[TCPStore, _Record]:
+    last_error: Exception | None = None
+    pauses, timeouts = backoff(0.01, 0.2), backoff(_PROBE_S, 15.0, 1.5)
+    while True:
+        record = _read(key)
+        if record is not None:
+            timeout = seconds_left(min(deadline, time.monotonic() + next(timeouts)), 0.001)
+            try:
+                # A plain socket shows a refused connection without the store's retries.
+                socket.create_connection((record.host, record.port), timeout).close()
+                secret = given_secret(record.secret)
+                store = TCPStore(record.host, record.port, timeout=timeout, secret=secret)
+                store.set_timeout(DEFAULT_TIMEOUT)
+                return store, record
+            except (DistError, OSError) as error:
+                last_error = error
+        if time.monotonic() >= deadline:
+            found = f"the last one that it found led to: {last_error}" if last_error else "it found none"
+            raise StoreTimeoutError(
+                f"rank {rank} of the group {group_name!r} waited {_JOIN_S:g} s for rank 0's record in Ray's key-value"
+                f" store, and {found}. Is the actor with rank 0 alive, of the same Ray job, and has it made the group?",
+                rank=0,
+            )
+        time.sleep(next(pauses))
+
+
+def _refuse(store: TCPStore, name: str, record: _Record, rank: int, error: DistError) -> None:
+    """Let rank 0 know that this rank cannot join, for example because a process that had this rank died while joining.
+
+    unicoll publishes only errors that come after the rendezvous.
+    """
+    namespace = f"{StoreLocation.namespace}/{name}"
+    text = store.try_get(f"{namespace}/generation")
+    if text is None:
+        return
+    agreed = JobRecord.parse(text)
+    key = agreed.job_key(given_secret(record.secret).key)
+    publish_refusal(SignedStore(PrefixStore(f"{namespace}/{agreed.token}", store), key), rank, error)
+
+
+def _read(key: str) -> _Record | None:
+    text = internal_kv._internal_kv_get(key, namespace=_KEYS)
+    if text is None:
+        return None
+    host, port, secret = json.loads(text)
+    text = None  # a traceback with local variables does not show it
+    return _Record(host, port, KeyText(secret))
+
+
+def _remove(key: str, record: _Record) -> None:
+    """Remove rank 0's record, unless another process has rank 0 meanwhile."""
+    if _read(key) == record:
+        internal_kv._internal_kv_del(key, namespace=_KEYS)
+
+
+# --- registration -------------------------------------------------------------------------------------------------
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TorchConfig":  # Ray Train needs packages that collective groups do not need
+        from unicoll.integrations.ray_train import TorchConfig
+
+        return TorchConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+Backend.UNICOLL = BACKEND  # what Ray's functions pass to the actors; set before Ray would set a plain text
+register_collective_backend(BACKEND, UnicollGroup)
