@@ -187,7 +187,15 @@ def _segment(connections: GroupConnections, members: tuple[int, ...]) -> SharedS
             size_of(ranks),
             lambda segment: SemaphoreSlots.prepare(segment, ranks),
         )
-    return open_published(connections.context, str(members[0]), connections.state.tick)
+    context, state, publisher = connections.context, connections.state, members[0]
+
+    def check() -> None:
+        state.tick()
+        control = context.job.control
+        if control is not None and (reason := control.departed.get(context.ranks[publisher])):
+            state.fail_peer(publisher, reason)
+
+    return open_published(context, str(publisher), check)
 
 
 def _ranks_without_segment(connections: GroupConnections, could: bool) -> list[int]:

@@ -157,6 +157,23 @@ def test_nothing_is_left_of_jobs_that_were_left(tmp_path: Path) -> None:
     assert len(rendezvous_protocol._used) <= 1000
 
 
+@on_ranks(2)
+def test_a_rank_that_leaves_in_the_first_collective_is_named(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    group = dist.join(f"file://{tmp_path}/pair", name="pair", rank=rank, world_size=2)
+    if rank == 0:
+        work = group.all_reduce(np.ones(3), async_op=True)
+        dist.destroy_process_group(group)
+        with pytest.raises(dist.GroupAbortedError):
+            work.wait()
+        dist.barrier()
+    else:
+        dist.barrier()
+        with pytest.raises(dist.RankLostError, match="rank 0 "):
+            group.all_reduce(np.ones(3))
+        dist.destroy_process_group(group)
+
+
 @on_ranks(3)
 def test_a_callback_of_one_job_calls_another(tmp_path: Path) -> None:
     """Two ranks that wait for messages are in no deadlock while the callback of another job's call may send one."""

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import ray
 import ray.util.collective as col
 from ray.experimental import internal_kv
 from ray.experimental.collective import create_collective_group, destroy_collective_group
-from ray.util.collective.types import ReduceOp
+from ray.util.collective.types import RecvOptions, ReduceOp
 
 import unicoll
 import unicoll.bootstrap.join
@@ -49,9 +50,47 @@ class Rank:
         col.allreduce(x, name)
         return float(x[0])
 
-    def sum_as_passed(self, name: str, x: Any) -> Any:
+    def sum_as_passed(self, name: str, x: Any) -> list[float]:
+        """The different elements of an all_reduce of an array that Ray has passed."""
+        assert not x.flags.writeable
         col.allreduce(x, name)
-        return x
+        return list(set(x))
+
+    def refusals(self, name: str) -> list[str]:
+        """The errors of arrays that cannot be written to, or are too small."""
+        found = []
+        frozen = np.ones(3)
+        frozen.flags.writeable = False
+        part = RecvOptions()
+        part.src_rank, part.n_elements = 1 - col.get_rank(name), 3
+        group = col.get_group_handle(name)
+        calls: list[Any] = [
+            lambda: col.allreduce(frozen, name),
+            lambda: group.recv([np.ones((2, 2)).T], part),
+            lambda: group.recv([np.ones(2)], part),
+        ]
+        for call in calls:
+            try:
+                call()
+            except unicoll.errors.DistArgumentError as error:
+                found.append(str(error))
+        return found
+
+    def hold_removal(self) -> None:
+        """From now on a record is removed once :meth:`release_removal` is called."""
+        remove = unicoll_ray._remove
+
+        def wait(*args: Any) -> None:
+            assert self.stopped.wait(LIMIT_S)
+            remove(*args)
+
+        unicoll_ray._remove = wait
+
+    def release_removal(self) -> None:
+        self.stopped.set()
+
+    def has_used_record(self, name: str) -> bool:
+        return key_of(name) in unicoll_ray._used
 
     def failure(self, name: str, times: int = 1) -> list[Any]:
         """The error of a call, and those of the next ones."""
@@ -204,13 +243,21 @@ def on_all(actors: list[Any], method: str, *args: Any) -> list[Any]:
 
 def await_restart(actor: Any, killed: int) -> None:
     """Wait until another process than the killed one serves the actor."""
-    while True:
+
+    def restarted() -> bool:
         try:
-            if get(actor.pid.remote()) != killed:
-                return
+            return get(actor.pid.remote()) != killed
         except ray.exceptions.ActorUnavailableError:
-            pass
-        time.sleep(0.05)
+            return False
+
+    wait_until(restarted)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.02)
 
 
 def key_of(name: str) -> str:
@@ -222,8 +269,7 @@ def record_exists(name: str) -> bool:
 
 
 def await_record(name: str) -> None:
-    while not record_exists(name):
-        time.sleep(0.01)
+    wait_until(lambda: record_exists(name))
 
 
 # --- the programs -------------------------------------------------------------------------------------------------
@@ -251,9 +297,11 @@ def groups() -> Any:
     }
     join([c, b], "default")
     found |= {"again": on_all([b, c], "sum", "default"), "others": on_all([a, c], "sum", odd)}
-    found["passed"] = get([a.sum_as_passed.remote(odd, np.ones(2)), c.sum_as_passed.remote(odd, np.ones(2))])[
-        0
-    ].tolist()
+    # one object in the memory of the node of both actors, and one that is sent with the call
+    for size in (1 << 18, 2):
+        shared = ray.put(np.ones(size))
+        found[f"passed {size}"] = on_all([a, c], "sum_as_passed", odd, shared)
+    found["refused"] = on_all([a, c], "refusals", odd)
     col.create_collective_group([a, b], 2, [1, 0], BACKEND, "declared")
     found["declared"] = on_all([a, b], "sum", "declared")
     handle = create_collective_group([a, b], BACKEND)
@@ -288,6 +336,7 @@ def killed(victim: str) -> Any:
 def killed_while_joining() -> Any:
     actors = ranks(3)
     waiting = [actors[i].join_error.remote(3, i, "g") for i in (0, 2)]
+    wait_until(lambda: get(actors[2].has_used_record.remote("g")))
     actors[1].stop_while_joining.remote(3, 1, "g")
     get(actors[1].wait_until_stopped.remote())
     process = get(actors[1].pid.remote())
@@ -297,6 +346,21 @@ def killed_while_joining() -> Any:
     found["joined"] = join(actors, "g")
     found["sums"] = on_all(actors, "sum", "g")
     return found
+
+
+def quick_rejoin() -> Any:
+    """Rank 1 leaves a group and joins it again while rank 0 has not yet removed the first record."""
+    a, b = ranks(2)
+    get(a.hold_removal.remote())
+    first = a.join.remote(2, 0, "g")
+    get(b.join.remote(2, 1, "g"))
+    get(b.leave.remote("g"))
+    second = b.join.remote(2, 1, "g")
+    get(a.release_removal.remote())
+    get(first)
+    get(a.leave.remote("g"))
+    get([second, a.join.remote(2, 0, "g")])
+    return on_all([a, b], "sum", "g")
 
 
 def leftovers() -> Any:

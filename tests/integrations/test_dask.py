@@ -361,6 +361,7 @@ def interrupt(client):
     os.kill(os.getpid(), signal.SIGINT)
     Event("end", client=client).set()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a shell
 with cluster(2) as local, Client(local) as client, ThreadPoolExecutor(1) as pool:
     pool.submit(interrupt, client)
     show(error_of(client, wait_for_a_message)[0])

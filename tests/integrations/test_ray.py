@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,11 +38,15 @@ def started(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             stderr=errors,
             text=True,
         )
+        limit = threading.Timer(LIMIT_S, process.kill)
+        limit.start()
         try:
             yield process
-            process.communicate(timeout=LIMIT_S)
+            process.communicate()
             assert process.returncode == 0
         finally:
+            limit.cancel()
+            limit.join()
             if process.poll() is None:
                 process.kill()
             process.communicate()
@@ -86,7 +91,11 @@ def test_an_actor_is_in_several_groups_and_makes_one_again(cluster: str) -> None
     assert found["alone"] == [1.0]
     for text in found["mismatch"]:  # the lines of the user's code, not Ray's
         assert len(re.findall(r"rank [01]: .*ray_jobs\.py:\d+", text)) == 2, text
-    assert found["passed"] == [2.0] * 2
+    assert found[f"passed {1 << 18}"] == found["passed 2"] == [[2.0]] * 2
+    for texts in found["refused"]:
+        assert "read-only" in texts[0]
+        assert "n_elements=3: the array must be contiguous" in texts[1]
+        assert "it has 2" in texts[2]
     assert found["records"] == [False] * 4
 
 
@@ -114,6 +123,10 @@ def test_an_actor_that_was_killed_while_joining_does_not_block_the_others(cluste
         assert "could not join: DistStoreError: rank 1 at" in text
     assert found["joined"] == [1] * 3
     assert found["sums"] == [3.0] * 3
+
+
+def test_a_record_is_used_once(cluster: str) -> None:
+    assert run("quick_rejoin", cluster) == [2.0] * 2
 
 
 def test_records_that_are_left_over_are_not_used(cluster: str) -> None:

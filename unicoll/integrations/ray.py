@@ -13,8 +13,8 @@ Ray needs the registration in the driver and in every actor. An actor that recei
 as a global of its class, imports this module by that. With the plain text ``"UNICOLL"`` each actor has to import it.
 
 A group is a job of :func:`unicoll.join`: an actor can be in several, and no default group is used. Arrays are NumPy's,
-CuPy's and torch's, and the backend is chosen by their device. A killed actor raises RankLostError in the others; they
-destroy the group, and a restarted actor can be in a new one of the same name.
+CuPy's and torch's, and the backend is chosen by their device. If an actor is killed, calls of the others raise
+RankLostError; once they have destroyed the group, a restarted actor can be in a new one of the same name.
 
 :class:`TorchConfig` is Ray Train's, for the backend ``unicoll`` of torch.distributed, with a new secret for each start
 of the workers.
@@ -27,7 +27,8 @@ import json
 import re
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,24 +37,14 @@ import ray
 from ray.experimental import internal_kv
 from ray.util.collective import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
-from ray.util.collective.types import (
-    AllGatherOptions,
-    AllReduceOptions,
-    Backend,
-    BarrierOptions,
-    BroadcastOptions,
-    RecvOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    SendOptions,
-)
+from ray.util.collective.types import Backend, BroadcastOptions, ReduceOptions
 
 import unicoll
 from unicoll.arrays.dlpack import WritableMemory
 from unicoll.bootstrap.rendezvous_protocol import JobRecord, StoreLocation
-from unicoll.errors import DistArgumentError, DistError, StoreTimeoutError
+from unicoll.errors import DistArgumentError, DistBackendError, DistError, StoreTimeoutError
 from unicoll.group.process_group import ProcessGroup
-from unicoll.net import interfaces
+from unicoll.net import interfaces, logs
 from unicoll.net.control.departures import publish_refusal
 from unicoll.net.secret import KeyText, given_secret, new_key_text
 from unicoll.net.stores import PrefixStore, TCPStore
@@ -63,6 +54,8 @@ from unicoll.net.timeouts import backoff, seconds_left
 
 if TYPE_CHECKING:
     from unicoll.integrations.ray_train import TorchConfig
+
+log = logs.logger("ray")
 
 __all__ = ["BACKEND", "TorchConfig", "UnicollGroup"]
 
@@ -83,16 +76,18 @@ _PROBE_S = 2.0
 _KEYS = "unicoll"
 """The namespace of the records in Ray's key-value store."""
 _UNSET = timedelta(milliseconds=-1)
+_used: dict[str, _Record] = {}
+"""The last record that this process has used, by key."""
 
 
 class UnicollGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
     """A collective group of Ray over a job of unicoll; Ray makes it, in each actor of the group.
 
     Results are written in place, also to an array that Ray has passed to the actor, which NumPy marks as read-only:
-    then the object in Ray's store changes, as in Ray's own groups. Pass a copy if others read it.
+    then the object in Ray's store changes, for all who read it. Pass a copy if others do.
 
     The methods take lists, as Ray's functions pass them, with the one array of this rank. Of their options,
-    ``timeout_ms`` (a timedelta) bounds a call; else the limit is 30 minutes.
+    ``timeout_ms`` bounds a call; else the limit is 30 minutes.
 
     Raises:
         RankLostError: an actor of the group has died or has left; ``rank`` is its rank. The group is of no further use.
@@ -106,9 +101,13 @@ class UnicollGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
         Raises:
             StoreTimeoutError: rank 0 has not made the group in time.
             OperationTimeoutError: other ranks have not joined in time; the message has them.
+            DistBackendError: the environment has an invalid value.
         """
         super().__init__(world_size, rank, group_name)
-        self._group, self._store = _join(world_size, rank, group_name)
+        try:
+            self._group, self._store = _join(world_size, rank, group_name)
+        except DistArgumentError as error:
+            raise DistBackendError(str(error)) from error  # to Ray a ValueError says that there is no group
 
     @classmethod
     def backend(cls) -> str:
@@ -125,47 +124,46 @@ class UnicollGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
         finally:
             self._store.close(linger=True)
 
-    def allreduce(self, tensor: list[Any], allreduce_options: Any = AllReduceOptions) -> None:
-        array, op = _output(_one(tensor)), _reduction(allreduce_options)
-        self._group.all_reduce(array, op, timeout=_timeout(allreduce_options))
+    def allreduce(self, tensor: list[Any], allreduce_options: Any = None) -> None:
+        with _outputs(_one(tensor)) as (array,):
+            self._group.all_reduce(array, _reduction(allreduce_options), timeout=_timeout(allreduce_options))
 
-    def barrier(self, barrier_options: Any = BarrierOptions) -> None:
+    def barrier(self, barrier_options: Any = None) -> None:
         self._group.barrier(timeout=_timeout(barrier_options))
 
-    def reduce(self, tensor: list[Any], reduce_options: Any = ReduceOptions) -> None:
-        array, root, op = _one(tensor), reduce_options.root_rank, _reduction(reduce_options)
-        if root == self.rank:
-            array = _output(array)
-        self._group.reduce(array, root, op, timeout=_timeout(reduce_options))
+    def reduce(self, tensor: list[Any], reduce_options: Any = None) -> None:
+        options = reduce_options or ReduceOptions()
+        with _outputs(_one(tensor), written=options.root_rank == self.rank) as (array,):
+            self._group.reduce(array, options.root_rank, _reduction(options), timeout=_timeout(options))
 
     def allgather(
-        self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = AllGatherOptions
+        self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = None
     ) -> None:
-        outputs = [_output(array) for array in _one(tensor_list)]
-        self._group.all_gather(outputs, _one(tensor), timeout=_timeout(allgather_options))
+        with _outputs(*_one(tensor_list)) as outputs:
+            self._group.all_gather(outputs, _one(tensor), timeout=_timeout(allgather_options))
 
-    def broadcast(self, tensor: list[Any], broadcast_options: Any = BroadcastOptions) -> None:
-        array, root = _one(tensor), broadcast_options.root_rank
-        if root != self.rank:
-            array = _output(array)
-        self._group.broadcast(array, root, timeout=_timeout(broadcast_options))
+    def broadcast(self, tensor: list[Any], broadcast_options: Any = None) -> None:
+        options = broadcast_options or BroadcastOptions()
+        with _outputs(_one(tensor), written=options.root_rank != self.rank) as (array,):
+            self._group.broadcast(array, options.root_rank, timeout=_timeout(options))
 
     def reducescatter(
-        self,
-        tensor: list[Any],
-        tensor_list: list[list[Any]],
-        reducescatter_options: Any = ReduceScatterOptions,
+        self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any = None
     ) -> None:
-        output, op = _output(_one(tensor)), _reduction(reducescatter_options)
-        self._group.reduce_scatter(output, _one(tensor_list), op, timeout=_timeout(reducescatter_options))
+        op, limit = _reduction(reducescatter_options), _timeout(reducescatter_options)
+        with _outputs(_one(tensor)) as (output,):
+            self._group.reduce_scatter(output, _one(tensor_list), op, timeout=limit)
 
-    def send(self, tensor: list[Any], send_options: Any = SendOptions) -> None:
+    def send(self, tensor: list[Any], send_options: Any) -> None:
+        _refuse_device(send_options.dst_gpu_index)
         array = _first(_one(tensor), send_options.n_elements)
         self._group.send(array, send_options.dst_rank, timeout=_timeout(send_options))
 
-    def recv(self, tensor: list[Any], recv_options: Any = RecvOptions) -> None:
-        array = _first(_output(_one(tensor)), recv_options.n_elements)
-        self._group.recv(array, recv_options.src_rank, timeout=_timeout(recv_options))
+    def recv(self, tensor: list[Any], recv_options: Any) -> None:
+        _refuse_device(recv_options.src_gpu_index)
+        with _outputs(_one(tensor)) as (array,):
+            part = _first(array, recv_options.n_elements)
+            self._group.recv(part, recv_options.src_rank, timeout=_timeout(recv_options))
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
@@ -180,24 +178,59 @@ def _one(arrays: list[Any]) -> Any:
     return arrays[0]
 
 
-def _output(array: Any) -> Any:
-    """An array to write to: NumPy marks as read-only what Ray has passed to the actor."""
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        return np.asarray(WritableMemory(array))
-    return array
+def _refuse_device(index: int) -> None:
+    if index:
+        raise DistArgumentError(
+            f"GPU {index} of the other rank: a rank of the backend {BACKEND} has one device"
+        )
+
+
+@contextmanager
+def _outputs(*arrays: Any, written: bool = True) -> Iterator[list[Any]]:
+    """Arrays for the results; if ``written`` is False the call only reads them.
+
+    Those that Ray has passed to this actor are copied before the call, and written to after it: other actors of the
+    node may have the same memory in the same call.
+    """
+    used = [array.copy() if written and _is_rays(array) else array for array in arrays]
+    yield used
+    for array, result in zip(arrays, used, strict=True):
+        if result is not array:
+            np.asarray(WritableMemory(array)).view(array.dtype)[...] = result
+
+
+def _is_rays(array: Any) -> bool:
+    """True if it is an array that is read-only because its memory is Ray's."""
+    if not isinstance(array, np.ndarray) or array.flags.writeable:
+        return False
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return type(owner).__module__.partition(".")[0] == "ray"
 
 
 def _first(array: Any, count: int) -> Any:
-    """The first ``count`` elements of an array that is contiguous; all for 0."""
-    return array.reshape(-1)[:count] if count else array
+    """The first ``count`` elements of an array; all for 0."""
+    if not count:
+        return array
+    flags = getattr(array, "flags", None)
+    contiguous = flags.c_contiguous if flags is not None else array.is_contiguous()
+    flat = array.reshape(-1)
+    if not contiguous or count > len(flat):
+        raise DistArgumentError(
+            f"n_elements={count}: the array must be contiguous, and have so many elements; it has {len(flat)}"
+        )
+    return flat[:count]
 
 
 def _reduction(options: Any) -> Any:
-    return getattr(unicoll.ReduceOp, options.reduceOp.name)
+    return unicoll.ReduceOp.SUM if options is None else getattr(unicoll.ReduceOp, options.reduceOp.name)
 
 
 def _timeout(options: Any) -> timedelta | None:
-    limit: timedelta = getattr(options, "timeout_ms", _UNSET)
+    limit = getattr(options, "timeout_ms", _UNSET)
+    if isinstance(limit, int | float):
+        limit = timedelta(milliseconds=limit)
     return None if limit == _UNSET else limit
 
 
@@ -221,26 +254,28 @@ def _join(world_size: int, rank: int, group_name: str) -> tuple[ProcessGroup, TC
     """
     key = f"{ray.get_runtime_context().get_job_id()}/{group_name}"
     name = _job_name(group_name)
-    deadline = time.monotonic() + _JOIN_S
     while True:
-        store, record = _serve(key) if rank == 0 else _connect(key, rank, group_name, deadline)
+        store, record = _serve(key) if rank == 0 else _connect(key, rank, group_name)
+        _used[key] = record
         try:
             group = unicoll.join(
                 name=name, rank=rank, world_size=world_size, store=store, secret=record.secret
             )
-        except DistError as error:
-            if rank != 0 and _read(key) not in (None, record):
-                store.close()
-                continue  # rank 0 has begun another group meanwhile
-            if rank != 0:
-                with suppress(DistError):
-                    _refuse(store, name, record, rank, error)
-            store.close(linger=True)
-            raise
+        except BaseException as error:
+            replaced = False
+            if rank != 0 and isinstance(error, DistError):
+                with suppress(Exception):
+                    replaced = _read(key) not in (None, record)  # rank 0 has begun another group meanwhile
+                    if not replaced:
+                        _refuse(store, name, record, rank, error)
+            store.close(linger=not replaced)
+            if not replaced:
+                raise
+        else:
+            return group, store
         finally:
             if rank == 0:
                 _remove(key, record)
-        return group, store
 
 
 def _job_name(group_name: str) -> str:
@@ -265,12 +300,14 @@ def _serve(key: str) -> tuple[TCPStore, _Record]:
     return store, record
 
 
-def _connect(key: str, rank: int, group_name: str, deadline: float) -> tuple[TCPStore, _Record]:
+def _connect(key: str, rank: int, group_name: str) -> tuple[TCPStore, _Record]:
+    """Connect to rank 0's store, with a record that this process has not used: it may not be removed yet."""
     last_error: Exception | None = None
+    deadline = time.monotonic() + _JOIN_S
     pauses, timeouts = backoff(0.01, 0.2), backoff(_PROBE_S, 15.0, 1.5)
     while True:
         record = _read(key)
-        if record is not None:
+        if record is not None and record != _used.get(key):
             timeout = seconds_left(min(deadline, time.monotonic() + next(timeouts)), 0.001)
             try:
                 # A plain socket shows a refused connection without the store's retries.
@@ -282,10 +319,10 @@ def _connect(key: str, rank: int, group_name: str, deadline: float) -> tuple[TCP
             except (DistError, OSError) as error:
                 last_error = error
         if time.monotonic() >= deadline:
-            found = f"the last one that it found led to: {last_error}" if last_error else "it found none"
+            found = f"the last record gave: {last_error}" if last_error else "there was none"
             raise StoreTimeoutError(
                 f"rank {rank} of the group {group_name!r} waited {_JOIN_S:g} s for rank 0's record in Ray's key-value"
-                f" store, and {found}. Is the actor with rank 0 alive, of the same Ray job, and has it made the group?",
+                f" store; {found}. Is the actor with rank 0 alive, of the same Ray job, and has it made the group?",
                 rank=0,
             )
         time.sleep(next(pauses))
@@ -315,9 +352,12 @@ def _read(key: str) -> _Record | None:
 
 
 def _remove(key: str, record: _Record) -> None:
-    """Remove rank 0's record, unless another process has rank 0 meanwhile."""
-    if _read(key) == record:
-        internal_kv._internal_kv_del(key, namespace=_KEYS)
+    """Remove rank 0's record, unless another process has rank 0 meanwhile. A record that stays does no harm."""
+    try:
+        if _read(key) == record:
+            internal_kv._internal_kv_del(key, namespace=_KEYS)
+    except Exception as error:  # the key-value store's
+        log.warning("the record of a group in Ray's key-value store was not removed: %s", error)
 
 
 # --- registration -------------------------------------------------------------------------------------------------

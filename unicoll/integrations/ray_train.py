@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray.train.torch
-from ray.train.torch.config import _TorchBackend
 
 from unicoll.net.secret import KeyText, new_key_text
 
@@ -15,6 +14,9 @@ from unicoll.net.secret import KeyText, new_key_text
 def _prepare(secret: KeyText) -> None:
     os.environ["UNICOLL_SECRET"] = secret
     import unicoll.torch_plugin  # noqa: F401  # the backend's names, also where torch loads no entry points
+
+
+_TorchBackend: Any = ray.train.torch.TorchConfig().backend_cls
 
 
 class _SecretBackend(_TorchBackend):  # type: ignore[misc]  # Ray has no types
