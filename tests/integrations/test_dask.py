@@ -19,7 +19,7 @@ from tests.support.ranks import ROOT
 pytest.importorskip("distributed")
 
 HEAD = '''
-import json, logging, os, signal, subprocess, sys, textwrap, threading, time
+import json, logging, os, signal, socket, subprocess, sys, textwrap, threading, time
 from concurrent.futures import ThreadPoolExecutor
 
 import dask
@@ -311,6 +311,47 @@ with cluster(2) as local, Client(local) as client, ThreadPoolExecutor(1) as pool
     show(job.result() == [True, (address, pid)])
 """
     assert run_program(tmp_path, program)[0] == [True]
+
+
+def test_a_worker_that_comes_back_at_its_address_is_lost(tmp_path: Path) -> None:
+    program = f"""
+def first_time_killed():
+    marker = {str(tmp_path / "marker")!r}
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with socket.socket() as reserved:
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    local = LocalCluster(n_workers=1, worker_port=reserved.getsockname()[1], dashboard_address=":0")
+    with local, Client(local) as client:
+        sys.modules[run.__module__]._POLL_S = WAIT_S  # the worker is back before the client looks for it
+        show(error_of(client, first_time_killed)[:2])
+        sys.modules[run.__module__]._POLL_S = 0.5
+        client.wait_for_workers(1, timeout=WAIT_S)
+        show(runs_well(client, 1))
+"""
+    (kind, text), well = run_program(tmp_path, program)[0]
+    assert kind == "RankLostError"
+    assert "rank 0 on worker tcp://127.0.0.1:" in text
+    assert well
+
+
+def test_a_later_loss_does_not_replace_the_first_failure(tmp_path: Path) -> None:
+    program = """
+def fail():
+    if dist.get_rank() == 1:
+        raise MemoryError("first failure")
+    try:
+        dist.barrier()
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with cluster(2) as local, Client(local) as client:
+    show(error_of(client, fail)[:2])
+"""
+    assert run_program(tmp_path, program)[0] == [["MemoryError", "first failure"]]
 
 
 def test_limits_of_the_time_to_start(tmp_path: Path) -> None:

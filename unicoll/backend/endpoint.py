@@ -107,8 +107,12 @@ class Endpoint:
         self._unanswered: dict[Key, Address] = {}  # of attempts to connect
         self._message_engines: dict[str, Callable[[int, Connection], None]] = {}
         self._listener = _Listener(job, self._admit, self._deliver)
-        self._own = _Addresses(with_interfaces(self._listener.addresses), wanted)
-        job.store.set(f"endpoint/{job.rank}", json.dumps(self._own._asdict()))
+        try:
+            self._own = _Addresses(with_interfaces(self._listener.addresses), wanted)
+            job.store.set(f"endpoint/{job.rank}", json.dumps(self._own._asdict()))
+        except BaseException:
+            self._listener.close()
+            raise
 
     @classmethod
     def of(cls, job: Job) -> Endpoint:

@@ -4,18 +4,19 @@
 
     sums = run(client, fn, 0.1, workers=["tcp://10.0.0.1:4001", "tcp://10.0.0.2:4001"])
 
-Each rank is a Dask task that only its worker may execute. Rank 0 serves the job's store, at a free port of its worker's
-address. The task tells the client the port by a Dask event, and the client submits the tasks of the other ranks. The
-job's secret is an argument of the tasks. It is as safe as Dask's connections are, for example with TLS; without, anyone
-who reaches the scheduler can execute code on all workers.
+Each rank is a Dask task that only its worker may execute. Rank 0 serves the job's store, at a free port of its
+worker's address. Each rank tells the client by a Dask event that it has started; that of rank 0 has the address of the
+store, and the client then submits the tasks of the other ranks. The job's secret is an argument of the tasks. Whoever
+can read Dask's connections can read it: use TLS. Without TLS, whoever reaches the scheduler can execute code on all
+workers.
 
-While it runs, the client looks twice a second whether the workers are still there. At the first failure it calls a
+While it runs, the client checks twice a second whether the workers are still there. At the first failure it calls a
 function in all workers, outside of Dask's tasks, that ends the job there: ranks that wait for others get an error.
 
 The client holds one ``distributed.Lock`` for each worker, which it takes in the order of the addresses: runs on common
 workers follow one another, runs on different workers go on at the same time, and none waits for another in a cycle. A
 client that dies does not renew its locks, and the scheduler releases them after
-``distributed.scheduler.locks.lease-timeout`` (30 s). (Those of ``distributed.MultiLock`` would remain.)
+``distributed.scheduler.locks.lease-timeout`` (30 s). Those of ``distributed.MultiLock`` would remain.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import funcname
-from distributed import Client, Lock, get_worker
+from distributed import Client, KilledWorker, Lock, get_worker
 from distributed.comm import get_address_host
 
 from unicoll.api import world
@@ -51,7 +52,6 @@ from unicoll.errors import (
     GroupAbortedError,
     OperationTimeoutError,
     RankLostError,
-    StoreTimeoutError,
 )
 from unicoll.net import interfaces
 from unicoll.net.secret import KeyText, given_secret, new_key_text
@@ -70,6 +70,8 @@ _NAME = "dask"
 """Name of the jobs."""
 _START_S = 300.0
 """Seconds for all ranks to start and join, unless the user gives a limit."""
+_LOCK_S = 2.0
+"""Seconds of a request for a lock."""
 _POLL_S = 0.5
 """Seconds between looks whether all workers are still there."""
 _CONNECT_S = (0.5, 8.0)
@@ -93,8 +95,8 @@ def run(
 
     On each worker ``fn`` runs between :func:`unicoll.init_process_group` and :func:`unicoll.destroy_process_group`, in
     one of the worker's threads, and uses the functions of unicoll as any program does. unicoll has to be installed on
-    the workers, each of which is a process of its own. Other tasks may run on them at the same time; with one thread
-    per worker, ``fn`` waits for tasks that are running, and they for ``fn``.
+    the workers and the scheduler. Each worker is a process of its own. Other tasks may run on it at the same time; with
+    one thread per worker, ``fn`` waits for tasks that are running, and they for ``fn``.
 
     Args:
         client: a client that is not asynchronous.
@@ -116,7 +118,7 @@ def run(
             two workers are threads of one process, or a worker's process has a default process group already.
         DistTypeError: ``fn`` is not callable.
         OperationTimeoutError: ``fn`` could not start within ``timeout``; the message has the worker or ranks.
-        RankLostError: a worker was lost, was killed for example, before the result of its rank has arrived.
+        RankLostError: a worker was lost, for example killed, before the result of its rank arrived.
         Exception: what ``fn`` has raised, for the first rank that failed. A note (before Python 3.11 the cause) has
             rank and worker. If the other ranks do not end within 30 s it names them; they may still run ``fn``.
 
@@ -163,8 +165,10 @@ def _locked(client: Client, address: str, deadline: float | None) -> Iterator[No
     """The lock of a worker, which one run at a time has."""
     lock = Lock(f"unicoll-{address}", scheduler_rpc=client.scheduler, loop=client.loop)
     try:
-        if not lock.acquire(timeout=None if deadline is None else seconds_left(deadline)):
-            raise OperationTimeoutError(f"run: another run still has worker {address}", op="run")
+        # Short requests: the scheduler goes on to serve that of a client that has ended meanwhile.
+        while not lock.acquire(timeout=_LOCK_S if deadline is None else min(_LOCK_S, seconds_left(deadline))):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise OperationTimeoutError(f"run: another run still has worker {address}", op="run")
         try:
             yield
         finally:
@@ -182,7 +186,7 @@ class _Place:
     Attributes:
         run: random text that identifies the run.
         workers: their addresses, by rank.
-        seconds: limit of the time until all ranks have started.
+        seconds: limit of the time until all ranks have joined; it has an effect if the client has ended.
         store: host and port of rank 0's store; None for rank 0.
     """
 
@@ -199,7 +203,7 @@ class _Place:
 
 
 def _topic(place: _Place) -> str:
-    """Dask's topic for the address of the store; one for each worker, since Dask forgets no topic."""
+    """Dask's topic for the starts of ranks; one for each worker, since Dask forgets no topic."""
     return f"unicoll-{place.workers[0]}"
 
 
@@ -211,12 +215,14 @@ class _Run:
 
     def __init__(self, client: Client, workers: list[str], seconds: float) -> None:
         self._client = client
-        self._place = _Place(secrets.token_hex(8), 0, tuple(workers), new_key_text(), seconds)
+        self._place = _Place(secrets.token_hex(8), 0, tuple(workers), new_key_text(), seconds + _END_S)
+        self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._tasks: dict[int, Any] = {}  # Dask's futures, by rank
         self._results: dict[int, Future[Any]] = {}  # what they return, which is fetched as soon as it exists
-        # ranks that have ended, the store once there is one, None after an answer of a worker
-        self._news: queue.SimpleQueue[int | tuple[str, int] | None] = queue.SimpleQueue()
+        # ranks that have ended, events of ranks that have started, None after an answer of a worker
+        self._news: queue.SimpleQueue[int | Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._started: set[int] = set()
         self._store: tuple[str, int] | None = None
         # what ranks have raised, in the order in which they have ended
         self._ended: dict[int, BaseException | None] = {}
@@ -226,26 +232,29 @@ class _Run:
         """Make the call of each rank on its worker; what they return."""
         ranks = range(len(self._place.workers))
         topic = _topic(self._place)
-        # the client keeps this function until the next run, so it refers to no result
-        self._client.subscribe_topic(topic, partial(_receive, self._place.run, self._news))
-        try:
-            self._submit(self._place, call(0))
-            self._await_store()
-            if not self._has_failed():
-                for rank in ranks[1:]:
-                    self._submit(replace(self._place, rank=rank, store=self._store), call(rank))
-            while not self._has_failed() and len(self._ended) < len(ranks):
-                self._await_news()
-            if self._has_failed():
-                raise self._failure()
-            return [self._results[rank].result() for rank in ranks]
-        except BaseException as error:
-            if not self._has_failed():
-                self._end_others(f"the client has ended the run: {type(error).__name__}: {error}")
-            raise
-        finally:
-            self._client.unsubscribe_topic(topic)
-            self._client.cancel([*self._tasks.values()])
+        with ExitStack() as cleanup:
+            # the client keeps this function until the next run, so it refers to no result
+            self._client.subscribe_topic(topic, partial(_receive, self._place.run, self._news))
+            cleanup.callback(self._client.unsubscribe_topic, topic)
+            cleanup.callback(lambda: self._client.cancel([*self._tasks.values()]))
+            try:
+                self._submit(self._place, call(0))
+                while not self._has_failed() and len(self._ended) < len(ranks):
+                    self._await_news()
+                    if self._store is not None and len(self._tasks) == 1:
+                        for rank in ranks[1:]:
+                            self._submit(replace(self._place, rank=rank, store=self._store), call(rank))
+                    self._check_start()
+                if self._has_failed():
+                    raise self._failure()
+                return [self._results[rank].result() for rank in ranks]
+            except BaseException as error:
+                if not self._has_failed():
+                    running = self._end_others(
+                        f"the client has ended the run: {type(error).__name__}: {error}"
+                    )
+                    self._note_running(error, running)
+                raise
 
     def _submit(self, place: _Place, call: _Call) -> None:
         self._tasks[place.rank] = task = self._client.submit(
@@ -254,43 +263,52 @@ class _Run:
             *call,
             key=(f"{funcname(call[0])}-{place.run}", place.rank),
             workers=[place.workers[place.rank]],
-            allow_other_workers=False,
-            pure=False,
         )
         self._results[place.rank] = result = self._background(_fetch(task))
         result.add_done_callback(lambda _: self._news.put(place.rank))
 
-    def _await_store(self) -> None:
-        while self._store is None and not self._has_failed():
-            self._await_news()
-            if time.monotonic() > self._deadline and self._store is None and not self._has_failed():
-                raise OperationTimeoutError(
-                    f"run: after {self._place.seconds:.3g} s has not started: {self._place.describe()}; all threads of"
-                    " the worker execute other tasks, or it is paused",
-                    op="run",
-                    rank=0,
-                )
+    def _check_start(self) -> None:
+        """OperationTimeoutError if a rank has not started in time."""
+        missing = [rank for rank in self._tasks if rank not in self._started and rank not in self._ended]
+        if missing and not self._has_failed() and time.monotonic() > self._deadline:
+            error = OperationTimeoutError(
+                f"run: after {self._seconds:.3g} s has not started: {self._place.describe(*missing)}; all threads of"
+                " the worker execute other tasks, or it is paused",
+                op="run",
+                rank=missing[0],
+            )
+            error.missing = missing
+            raise error
 
     def _await_news(self) -> None:
-        """Wait a moment for the next rank that ends, or the store; if there is none, find lost workers."""
+        """Wait a moment for the next rank that starts or ends; if there is none, find lost workers."""
         try:
             news = self._news.get(timeout=_POLL_S)
         except queue.Empty:
-            rest = {rank: self._place.workers[rank] for rank in self._running()}
+            rest = {rank: self._place.workers[rank] for rank in self._tasks}
             present = self._client.nthreads([*rest.values()])
-            self._lost.update(rank for rank, worker in rest.items() if worker not in present)
+            gone = {rank for rank, worker in rest.items() if worker not in present}
+            self._lost |= gone - self._ended.keys()
             return
-        if isinstance(news, tuple):
-            self._store = news
-        elif news is not None:
+        if isinstance(news, int):
             try:
-                self._ended[news] = self._results[news].exception()
-            except CancelledError as error:
+                error = self._results[news].exception()
+            except CancelledError as cancelled:
+                error = cancelled
+            if isinstance(error, KilledWorker):
+                self._lost.add(news)
+            else:
                 self._ended[news] = error
+        elif news is not None:
+            rank = news["rank"]
+            if rank in self._started and rank not in self._ended:
+                self._lost.add(rank)  # another process with the address of its worker executes the task again
+            self._started.add(rank)
+            self._store = self._store or (news["store"] and tuple(news["store"]))
 
-    def _running(self) -> list[int]:
-        """The ranks that have not ended, as far as is known."""
-        return [r for r in range(len(self._place.workers)) if r not in self._ended and r not in self._lost]
+    def _running(self) -> set[int]:
+        """The ranks that have started and not ended, as far as is known."""
+        return self._started - self._ended.keys() - self._lost
 
     def _has_failed(self) -> bool:
         return bool(self._lost) or any(error is not None for error in self._ended.values())
@@ -299,62 +317,66 @@ class _Run:
         """The first failure, once the other ranks have ended."""
         rank, error = self._first_failure()
         running = self._end_others(f"{self._place.describe(rank)}: {type(error).__name__}: {error}")
-        rank, error = self._first_failure()  # more may be known now
-        notes = [] if self._lost else [f"{self._place.describe(rank)} has raised this"]
-        if running:
-            notes.append(f"not ended within {_END_S:g} s: {self._place.describe(*running)}")
-        if notes:
-            _add_note(error, "; ".join(notes))
+        if isinstance(error, _CONSEQUENCES):
+            rank, error = self._first_failure()  # its cause may be known now
+        if rank not in self._lost:
+            _add_note(error, f"the task of {self._place.describe(rank)} ended with this")
+        self._note_running(error, running)
         return error
+
+    def _note_running(self, error: BaseException, running: set[int]) -> None:
+        if running:
+            _add_note(error, f"not ended within {_END_S:g} s: {self._place.describe(*sorted(running))}")
 
     def _first_failure(self) -> tuple[int, BaseException]:
         """The rank that has failed first and its error: a lost one, else one that is not the consequence of another."""
         errors = [(rank, error) for rank, error in self._ended.items() if error is not None]
-        if self._lost:
+        first = next((one for one in errors if not isinstance(one[1], _CONSEQUENCES)), None)
+        if first is None and self._lost:
             lost, *_ = ranks = sorted(self._lost)
             text = (
                 f"run: lost before its result had arrived: {self._place.describe(*ranks)}; the worker was killed, has"
-                " ended, or has lost its connection to the scheduler"
+                " ended, or has lost its connection to the scheduler, which it also does if it cannot import unicoll"
             )
             error = RankLostError(text, rank=lost, op="run")
-            error.__cause__ = errors[0][1] if errors else None  # it may say how the process ended
+            # an error that says how the process has ended
+            others = (one for _, one in errors if not isinstance(one, GroupAbortedError))
+            error.__cause__ = next(others, None)
             return lost, error
-        return next((one for one in errors if not isinstance(one[1], _CONSEQUENCES)), errors[0])
+        return first or errors[0]
 
-    def _end_others(self, reason: str) -> list[int]:
+    def _end_others(self, reason: str) -> set[int]:
         """End the job on all workers, and wait for the ranks that have started; those that do not end in time."""
-        started = {
-            rank: self._background(self._end(worker, reason))
-            for rank, worker in enumerate(self._place.workers)
+        answers = {
+            rank: self._background(self._end(self._place.workers[rank], reason)) for rank in self._tasks
         }
-        for answer in started.values():
+        for answer in answers.values():
             answer.add_done_callback(lambda _: self._news.put(None))
         deadline = time.monotonic() + _END_S
         # A worker that has died does not answer for long, but a look at the workers shows that it is lost.
-        while running := [
-            rank for rank in self._running() if not started[rank].done() or started[rank].result()
-        ]:
+        while self._running() or any(
+            not answer.done() for rank, answer in answers.items() if rank not in self._lost
+        ):
             if time.monotonic() > deadline:
                 break
             self._await_news()
-        for answer in started.values():
+        for answer in answers.values():
             answer.cancel()
-        return running
+        return self._running()
 
-    async def _end(self, worker: str, reason: str) -> bool:
-        """End the job on one worker; True if the rank's task has started, as far as is known."""
-        answers = await self._client.run(_end, self._place.run, reason, workers=[worker], on_error="ignore")
-        return bool(answers.get(worker, True))
+    async def _end(self, worker: str, reason: str) -> None:
+        # one call for each worker: a call for all of them waits for one that has died
+        await self._client.run(_end, self._place.run, reason, workers=[worker], on_error="ignore")
 
     def _background(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(call, self._client.loop.asyncio_loop)
 
 
 def _receive(run: str, news: queue.SimpleQueue[Any], event: tuple[float, Mapping[str, Any]]) -> None:
-    """Forward the address of the store from an event of Dask."""
+    """Forward an event of Dask, that a rank of the run has started."""
     _, message = event
     if message["run"] == run:
-        news.put((message["host"], message["port"]))
+        news.put(message)
 
 
 async def _fetch(task: Any) -> Any:
@@ -374,8 +396,6 @@ def _add_note(error: BaseException, note: str) -> None:
 _changed = threading.Condition()
 _member: _Member | None = None
 """This process as a rank."""
-_started: deque[str] = deque(maxlen=1000)
-"""Runs whose task has started in this process; it may have ended."""
 _failed: deque[str] = deque(maxlen=1000)
 """Runs that have failed; their tasks do not start any more."""
 
@@ -387,11 +407,15 @@ def _run_rank(place: _Place, fn: Callable[..., Any], args: list[Any], kwargs: di
             member.join()
             result = fn(*args, **kwargs)
         except BaseException as error:
-            world.leave(error)  # the others get the error as the reason
-            member.close(linger=False)
+            try:
+                world.leave(error)  # the others get the error as the reason
+            finally:
+                member.close(linger=False)
             raise
-        world.leave()
-        member.close(linger=True)  # others may still be in the job
+        try:
+            world.leave()
+        finally:
+            member.close(linger=True)  # others may still be in the job
         return result
 
 
@@ -400,7 +424,6 @@ def _membership(place: _Place) -> Iterator[_Member]:
     """Make this process the rank, once no rank of another run is in it."""
     global _member
     with _changed:
-        _started.append(place.run)
         if _member is not None and _member.place.run == place.run:
             raise DistArgumentError(
                 f"{place.describe(_member.place.rank, place.rank)} are threads of one process, which can be one rank"
@@ -411,8 +434,7 @@ def _membership(place: _Place) -> Iterator[_Member]:
             raise GroupAbortedError(f"{place.describe()} did not start, since the run has failed")
         if _member is not None:
             raise OperationTimeoutError(
-                f"{place.describe()} could not start within {place.seconds:.3g} s: its process still executes the"
-                " function of another run, whose client has ended",
+                f"{place.describe()} did not start: its process executes the function of an earlier run",
                 rank=place.rank,
                 op="run",
             )
@@ -473,9 +495,9 @@ class _Member:
             host = get_address_host(place.workers[0])
             bind = host if interfaces.is_local_address(host) else None
             store = TCPStore(host, 0, is_master=True, wait_for_workers=False, secret=secret, bind=bind)
-            event = {"run": place.run, "host": host, "port": store.port}
-            get_worker().log_event(_topic(place), event)
+            self._tell_start((host, store.port))
             return store
+        self._tell_start(None)
         limits = backoff(*_CONNECT_S)
         while True:
             try:
@@ -485,22 +507,15 @@ class _Member:
                 if isinstance(error, AuthenticationError) or time.monotonic() > self._deadline:
                     raise
 
+    def _tell_start(self, store: tuple[str, int] | None) -> None:
+        event = {"run": self.place.run, "rank": self.place.rank, "store": store}
+        get_worker().log_event(_topic(self.place), event)
+
     def _await_ranks(self, store: TCPStore) -> None:
         place = self.place
         keys = [f"started/{rank}" for rank in range(len(place.workers))]
         store.set(keys[place.rank], "")
-        try:
-            store.wait(keys, timedelta(seconds=seconds_left(self._deadline, 0.001)))
-        except StoreTimeoutError:
-            missing = [rank for rank, key in enumerate(keys) if store.try_get(key) is None]
-            error = OperationTimeoutError(
-                f"run: after {place.seconds:.3g} s has not started: {place.describe(*missing)}; all threads of the"
-                " worker execute other tasks, or it is paused",
-                op="run",
-                rank=missing[0] if missing else None,
-            )
-            error.missing = missing
-            raise error from None
+        store.wait(keys, timedelta(seconds=seconds_left(self._deadline, 0.001)))
         store.set_timeout(timedelta(seconds=_START_S))
 
     def end(self, reason: str) -> None:
@@ -520,12 +535,11 @@ class _Member:
             self._store.close(linger)
 
 
-async def _end(run: str, reason: str) -> bool:
-    """End the job of a run that has failed on this worker; True if the rank's task has started."""
+async def _end(run: str, reason: str) -> None:
+    """End the job of a run that has failed on this worker."""
     with _changed:
-        started, member = run in _started, _member
+        member = _member
         _failed.append(run)
         _changed.notify_all()
     if member is not None and member.place.run == run:
         await asyncio.to_thread(member.end, reason)
-    return started
