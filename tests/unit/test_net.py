@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from ipaddress import ip_address, ip_network
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -218,6 +220,41 @@ def test_bad_hostport(text: str, message: str) -> None:
 @given(st.ip_addresses(), st.integers(0, 65535))
 def test_hostport_round_trip(address: object, port: int) -> None:
     assert interfaces.split_hostport(interfaces.join_hostport(str(address), port)) == (str(address), port)
+
+
+@pytest.mark.parametrize("host", ["node1", "train-0.train"])
+def test_a_name_that_has_no_address_yet_is_resolved_later(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = [socket.gaierror(socket.EAI_NONAME, "unknown"), socket.gaierror(socket.EAI_AGAIN, "later")]
+    real = socket.getaddrinfo
+
+    def getaddrinfo(name: str, *args: Any, **options: Any) -> Any:
+        assert name == host
+        if unknown:
+            raise unknown.pop(0)
+        return real("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    said: list[str] = []
+    found = interfaces.once_resolved(
+        host, lambda: interfaces.resolve(host, 7), time.monotonic() + 60, said.append
+    )
+    assert found == [(socket.AF_INET, ("127.0.0.1", 7))]
+    (text,) = said
+    assert text.startswith(f"cannot resolve host '{host}': ")
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "fe80::1%no-such-link", "a..b"])
+def test_what_is_no_name_is_refused_at_once(host: str) -> None:
+    with pytest.raises(DistNetworkError, match="cannot resolve host"):
+        interfaces.once_resolved(
+            host, lambda: interfaces.resolve(host, 1), time.monotonic() + 60, pytest.fail
+        )
+
+
+def test_a_name_without_an_address_is_an_error_in_the_end() -> None:
+    host = "no-such-host.invalid"
+    with pytest.raises(DistNetworkError, match="for 0 s: is the name right, and does that host run"):
+        interfaces.once_resolved(host, lambda: interfaces.resolve(host, 1), time.monotonic())
 
 
 def test_loopback_and_local_names() -> None:

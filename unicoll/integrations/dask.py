@@ -467,10 +467,14 @@ class _Member:
         """Wait until all ranks have started, and make their group the default group."""
         place = self.place
         try:
+            if place.store is not None:
+                self._tell_start(None)
             store = self._open_store()
             with _changed:
                 self._store = store
                 self._raise_if_ended()
+            if place.store is None:
+                self._tell_start((store.host, store.port))
             self._await_ranks(store)
             ranks = len(place.workers)
             # as a job with a name, so that variables of the launcher that has started the workers are not used
@@ -488,16 +492,13 @@ class _Member:
             raise GroupAbortedError(self._reason) from None
 
     def _open_store(self) -> TCPStore:
-        """Rank 0's store, which it serves at its worker's address; the client sends host and port to the others."""
+        """The store, which rank 0 serves at its worker's address."""
         place = self.place
         secret = given_secret(place.secret)
         if place.store is None:
             host = get_address_host(place.workers[0])
             bind = host if interfaces.is_local_address(host) else None
-            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, secret=secret, bind=bind)
-            self._tell_start((host, store.port))
-            return store
-        self._tell_start(None)
+            return TCPStore(host, 0, is_master=True, wait_for_workers=False, secret=secret, bind=bind)
         limits = backoff(*_CONNECT_S)
         while True:
             try:
@@ -508,6 +509,7 @@ class _Member:
                     raise
 
     def _tell_start(self, store: tuple[str, int] | None) -> None:
+        """Tell the client that this rank has started; rank 0 also where its store is, for the other ranks."""
         event = {"run": self.place.run, "rank": self.place.rank, "store": store}
         get_worker().log_event(_topic(self.place), event)
 

@@ -311,13 +311,14 @@ def once_resolved(
     Raises:
         DistNetworkError: of the call, or the name has no address until the deadline.
     """
-    begun = time.monotonic()
-    for pause in backoff(0.05, 1.0):
+    begun, pauses = time.monotonic(), backoff(0.05, 1.0)
+    is_address = ":" in host or host.replace(".", "").isdigit()
+    while True:
         try:
             return call()
         except DistNetworkError as error:
-            if not isinstance(error.__cause__, socket.gaierror) or ":" in host or host[-1:].isdigit():
-                raise  # no name, or another failure
+            if is_address or not isinstance(error.__cause__, socket.gaierror):
+                raise
             if (left := seconds_left(deadline)) == 0:
                 raise DistNetworkError(
                     f"{error}, for {time.monotonic() - begun:.0f} s: is the name right, and does that host run?"
@@ -325,8 +326,7 @@ def once_resolved(
             if say is not None:
                 say(f"{error}; waiting up to {left:.0f} s for an address")
                 say = None
-        time.sleep(min(pause, left))
-    raise AssertionError("backoff never ends")
+        time.sleep(min(next(pauses), left))
 
 
 def is_loopback_name(host: str) -> bool:

@@ -15,7 +15,7 @@ from unicoll.run.args import LaunchOptions
 from unicoll.run.workers import checkout_path
 
 _OF_A_LAUNCHER = re.compile(
-    "(LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|GROUP_.*|MASTER_(ADDR|PORT)|UNICOLL_(LAUNCHER|STORE)|TORCHELASTIC_.*"
+    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|UNICOLL_(LAUNCHER|STORE)|TORCHELASTIC_.*"
 )
 """Variables of an enclosing job, from which the processes would take their rank or its store."""
 

@@ -467,7 +467,7 @@ class SeveralNodes(Nodes):
     # --- the store at the endpoint ----------------------------------------------------------------------------
 
     def _open_root(self, deadline: float) -> TCPStore:
-        """Serve the store at the endpoint, or connect to it; DistError if no other host can reach this one."""
+        """Serve the store at the endpoint, or connect to it; DistError if this host has no address for the others."""
         host, asked = self._options.master_addr, self._options.node_rank
 
         def say(text: str) -> None:
