@@ -40,6 +40,7 @@ from unicoll.group import backend_choice
 from unicoll.net import join_warnings
 from unicoll.net.secret import Key, Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from unicoll.net.stores.base import Value
 
 SECRET = {"UNICOLL_SECRET": "a secret of the tests, long enough"}
 OTHER_SECRET = {"UNICOLL_SECRET": "quite another one, long enough too"}
@@ -274,6 +275,26 @@ def test_hash_store_argument_of_threads() -> None:
     assert_same_rendezvous(results)
     assert results[0]["trusted"]
     assert len(set(results[0]["keys"])) == 3
+    assert sum("/rank/" in key for key in store.list_keys()) == 4  # of the last round
+
+
+class _StoreWhoseRecordIsReplaced(HashStore):
+    """Rank 0 takes part again just before rank 1 claims its rank under the first record."""
+
+    again: Rendezvous | None = None
+
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        if key.endswith("rank/1") and self.again is None:
+            self.again = rendezvous(store=self, rank=0, world_size=2, environ={})
+        return super().compare_set(key, expected_value, desired_value)
+
+
+def test_a_record_that_is_replaced_while_a_rank_claims_its_rank() -> None:
+    store = _StoreWhoseRecordIsReplaced()
+    first, second = (rendezvous(store=store, rank=rank, world_size=2, environ={}) for rank in range(2))
+    assert store.again is not None
+    assert first.secret.key != second.secret.key == store.again.secret.key
+    assert sum("/rank/" in key for key in store.list_keys()) == 2
 
 
 def test_a_store_argument_stays_open() -> None:

@@ -211,7 +211,8 @@ def leave(job: Job, error: BaseException | None = None) -> None:
 def _remove_keys(job: Job) -> None:
     """On the last rank that leaves a job with a name, remove its keys if the store outlives it.
 
-    The ranks' claims stay, so that no process of a later job takes part in this one's rendezvous.
+    The ranks' claims stay until the next rendezvous of that name, so that no process of a later job takes part in this
+    one.
     """
     rendezvous = job.rendezvous
     if job.name and job.error is None and not rendezvous.store_ends_with_rank_0:

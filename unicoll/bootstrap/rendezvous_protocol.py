@@ -4,7 +4,8 @@ Rank 0 publishes a record under the key ``generation``: a fresh token that ident
 and the key of the data connections if the job has no secret. The other ranks wait for a record that they have not used
 before and claim their rank under its token; then all use the token's namespace. So a second rendezvous at the same
 address, a server that lingers for late peers, or a file left over from an earlier job is not confused with this
-rendezvous, and two processes with the same rank are detected.
+rendezvous, and two processes with the same rank are detected. Once rank 0 has replaced a record, it removes the claims
+under the old token; a rank reads the record again after its claim, so that it never takes part under an old token.
 
 The job's key is derived from its secret, or the key in the record, and the record: connections and values of another
 rendezvous with the same secret have another key.
@@ -265,8 +266,14 @@ def _publish(location: StoreLocation, store: Store, world_size: int, secret: Sec
     record = JobRecord(secrets.token_hex(8), world_size, private, key, _digest(job))
     if secret.key:
         record = record._replace(signature=record.signature_by(secret.key))
+    replaced = store.try_get("generation")
     _claim(location, PrefixStore(record.token, store), 0)
     store.set("generation", record.format())
+    if replaced:
+        with suppress(DistError):
+            earlier = JobRecord.parse(replaced)
+            for rank in range(min(earlier.world_size, world_size)):
+                PrefixStore(earlier.token, store).delete_key(f"rank/{rank}")
     return record
 
 
@@ -291,8 +298,11 @@ def _await_record(
                         f"({job}): the store has the values of another job, or two launches use it at once",
                         rank=rank,
                     )
-                _claim(location, PrefixStore(record.token, store), rank)
-                return record
+                claims = PrefixStore(record.token, store)
+                _claim(location, claims, rank)
+                if JobRecord.parse(store.get("generation")).token == record.token:
+                    return record
+                claims.delete_key(f"rank/{rank}")
             except _OtherJobError as error:
                 # The record may be an earlier job's; then rank 0 publishes another one soon.
                 other, refused = error, record.token
