@@ -43,7 +43,7 @@ GOES_ON = """
     name = os.environ["TORCHELASTIC_RESTART_COUNT"] + "." + os.environ["RANK"]
     Path("pid." + name).write_text(f"{os.getpid()}\\n")
     dist.init_process_group()
-    x = np.ones(1)
+    x = np.ones(ELEMENTS)
     dist.all_reduce(x)
     Path("up." + name).touch()
     while not x[0] == 0:
@@ -81,6 +81,11 @@ def ends(nodes: list[Node]) -> tuple[list[int], list[str], list[str]]:
 
 def sums(folder: LaunchFolder, body: str = "") -> str:
     return folder.script(SUMS.replace("NAMES", repr(NAMES)).replace("BODY", body))
+
+
+def goes_on(folder: LaunchFolder, elements: int = 1) -> str:
+    """A job that ends when the file "stop" is there, with an all_reduce of so many float64 again and again."""
+    return folder.script(GOES_ON.replace("ELEMENTS", str(elements)))
 
 
 def pair(folder: LaunchFolder, port: int, *words: str, **extra: str) -> list[Node]:
@@ -162,7 +167,7 @@ def test_a_node_waits_for_the_workers_of_the_others(folder: LaunchFolder, port: 
 def test_a_dead_launcher_is_named_and_may_be_started_again(
     folder: LaunchFolder, port: int, victim: int
 ) -> None:
-    script = folder.script(GOES_ON)
+    script = goes_on(folder)
     words = ["-n", "1", "--max-restarts=1", script]
     nodes = [Node(folder, port, f"--node-rank={rank}", *words) for rank in range(2)]
     wait_until(lambda: generation(folder.path, 2) == 0)
@@ -184,7 +189,7 @@ def test_a_dead_launcher_is_named_and_may_be_started_again(
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_two_of_three_nodes_wait_for_the_third(folder: LaunchFolder, port: int, victim: int) -> None:
-    words = ["--nnodes=3", "-n", "1", "--max-restarts=1", folder.script(GOES_ON)]
+    words = ["--nnodes=3", "-n", "1", "--max-restarts=1", goes_on(folder)]
     nodes = [Node(folder, port, f"--node-rank={rank}", *words) for rank in range(3)]
     wait_until(lambda: generation(folder.path, 3) == 0)
     nodes[victim].process.kill()
@@ -210,7 +215,7 @@ def test_the_later_of_two_launchers_has_their_node_rank(folder: LaunchFolder, po
 
 
 def test_a_signal_ends_a_launcher_that_waits(folder: LaunchFolder, port: int) -> None:
-    node = Node(folder, port, "-n", "1", folder.script(GOES_ON))
+    node = Node(folder, port, "-n", "1", goes_on(folder))
     wait_until(lambda: ("127.0.0.1", port) in listening_ports(node.process.pid))
     node.process.send_signal(signal.SIGINT)
     code, _, err = node.end()
@@ -218,7 +223,7 @@ def test_a_signal_ends_a_launcher_that_waits(folder: LaunchFolder, port: int) ->
 
 
 def test_without_restarts_a_dead_launcher_ends_the_others(folder: LaunchFolder, port: int) -> None:
-    nodes = pair(folder, port, "-n", "1", folder.script(GOES_ON))
+    nodes = pair(folder, port, "-n", "1", goes_on(folder))
     wait_until(lambda: generation(folder.path, 2) == 0)
     nodes[0].process.kill()
     code, _, err = nodes[1].end()
@@ -228,7 +233,7 @@ def test_without_restarts_a_dead_launcher_ends_the_others(folder: LaunchFolder, 
 
 
 def test_a_signal_to_one_launcher_ends_the_job(folder: LaunchFolder, port: int) -> None:
-    nodes = pair(folder, port, "-n", "1", "--max-restarts=3", folder.script(GOES_ON))
+    nodes = pair(folder, port, "-n", "1", "--max-restarts=3", goes_on(folder))
     wait_until(lambda: generation(folder.path, 2) == 0)
     nodes[0].process.send_signal(signal.SIGTERM)
     codes, _, errs = ends(nodes)
@@ -277,11 +282,11 @@ def test_launchers_that_do_not_fit(
 class HostJob:
     """A job on two hosts whose launchers are started again when they are killed."""
 
-    def __init__(self, hosts: Hosts, folder: LaunchFolder, *flags: str) -> None:
+    def __init__(self, hosts: Hosts, folder: LaunchFolder, *flags: str, elements: int = 1) -> None:
         self._hosts = hosts
         self._path = folder.path
         endpoint = "--rdzv-endpoint=10.77.0.1:29500"
-        script = str(folder.path / folder.script(GOES_ON))
+        script = str(folder.path / goes_on(folder, elements))
         command = [sys.executable, "-m", "unicoll.run", "--nnodes=2", "-n", "2", endpoint, *flags, script]
         self._command = ["env", f"--chdir={folder.path}", *command]
         self.launchers: dict[int, subprocess.Popen[str]] = {}
@@ -347,3 +352,18 @@ def test_a_host_that_is_cut_off_is_named_and_comes_back(hosts: Hosts, folder: La
     ended = job.stop()
     assert {code for code, _ in ended.values()} == {0}, ended
     assert "has died, or its host is down" in ended[1][1], ended
+
+
+@pytest.mark.slow
+def test_a_job_over_a_slow_link(hosts: Hosts, folder: LaunchFolder) -> None:
+    """The link is full for longer than a launcher waits for another's heartbeat, and no node is called dead."""
+    for host in (1, 2):
+        hosts.limit(0, host, "tbf", "rate", "40mbit", "burst", "32kb", "latency", "400ms")
+    job = HostJob(hosts, folder, "--max-restarts=1", elements=1 << 20)
+    job.await_generation(lambda found: found == 0)
+    time.sleep(25.0)
+    os.kill(int((folder.path / "pid.0.3").read_text()), signal.SIGKILL)
+    job.await_generation(lambda found: found == 1)
+    for code, err in job.stop().values():
+        assert (code, "has died" in err) == (0, False), err
+        assert "restarts: 1; the first failure: rank 3: Signal 9 (SIGKILL) received by PID" in err

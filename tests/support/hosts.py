@@ -71,6 +71,11 @@ class Hosts:
         ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "master", f"switch{lan}")
         ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "up")
 
+    def limit(self, lan: int, host: int, *discipline: str) -> None:
+        """Set the queueing discipline of what a host receives, until :meth:`restore`."""
+        tc = ("tc", "qdisc", "replace", "dev", f"port{lan}{host}", "root", *discipline)
+        ip("netns", "exec", self.names[0], *tc)
+
     def switch_off(self, lan: int, host: int) -> None:
         """Set a host's interface down; IPv6 addresses are lost until :meth:`switch_on`."""
         ip("-n", self.names[host], "link", "set", f"lan{lan}", "down")
@@ -123,6 +128,7 @@ class Hosts:
         self.stop()
         for lan, host in itertools.product((0, 1), (1, 2)):
             self.plug(lan, host)
+            self.limit(lan, host, "noqueue")
             self.switch_on(lan, host)
 
 
