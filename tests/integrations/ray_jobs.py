@@ -421,14 +421,14 @@ def training_loop(config: dict[str, Any]) -> None:
     ray.train.report({"sum": float(x[0])})
 
 
-def train(folder: str) -> Any:
+def train(folder: str, config: str) -> Any:
     from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     TorchTrainer(
         training_loop,
         train_loop_config={"folder": folder},
-        torch_config=unicoll_ray.TorchConfig(),
+        torch_config=TorchConfig("unicoll") if config == "ray" else unicoll_ray.TorchConfig(),
         scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
         run_config=RunConfig(storage_path=folder),
     ).fit()
