@@ -28,6 +28,14 @@ def loop(name: str, count: int) -> None:
             send_note("looping")
 
 
+def call_on(rank: int, name: str) -> None:
+    """All ranks make a call, and one rank makes it once more."""
+    invoke(name, count=10)
+    send_note("called")
+    if dist.get_rank() == rank:
+        invoke(name, count=10)
+
+
 _smallest: list[Any] = []
 
 

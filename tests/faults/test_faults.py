@@ -85,6 +85,24 @@ def test_a_killed_rank_is_named_by_those_it_exchanges_messages_with(victim: int,
             assert failure.fields["op"] in ("send", "recv")
 
 
+@pytest.mark.every(4)
+@pytest.mark.parametrize("transport", ["shm", "tcp", "hierarchical"])
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("name", ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_a_killed_rank_is_named_while_another_does_not_call(name: str, victim: int, transport: str) -> None:
+    """Whichever of the two the call waits for."""
+    with joined(3, env={"UNICOLL_TRANSPORT": transport}) as job:
+        job.call(jobs.call_on, 1, name)
+        job.await_notes()
+        job.collect(30, [0, 2])
+        killed = job.signal(victim, signal.SIGKILL)
+        check_lost(job.collect(30, [1]), victim, job.pids[victim], name, killed)
+        survivors = [1, 2 - victim]
+        job.call(jobs.loop, name, 10, ranks=survivors)
+        failures_of(job, survivors, "RankLostError")
+        leave_cleanly(job, survivors)
+
+
 def test_survivors_make_a_smaller_world(tmp_path: Path) -> None:
     with joined(3) as job:
         job.call(jobs.loop, "all_reduce", 10)

@@ -2,7 +2,8 @@
 
 A few times a second it looks at what the threads are in. If all threads of the process are
 blocked, it sends their state to the relay, which finds deadlocks (:mod:`unicoll.net.control.deadlock_detector`). The
-relay permits one rank of a group to log a warning for a call that waits for long.
+relay permits one rank of a group to log a warning for a call that waits for long. A collective that waits though a
+member has died fails: it may wait for another member, which is alive and does not call.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, MessageState, bac
 _POLL_S = 0.2
 _BLOCKED_S = 0.15
 """How long a rank's calls must have lasted before it reports them."""
+_LOST_S = 0.5
+"""How long a collective may wait after the death of a member; until then it may end, or find the death by itself."""
 
 _monitors: list[WaitMonitor] = []
 """Those of all jobs that this process is in."""
@@ -44,6 +47,7 @@ class _TrackedCall:
         self.number = call.watched_as = number
         self.since = time.monotonic()
         self.warned_at = 0.0  # age of the call when this rank last asked for a warning
+        self.lost_since = 0.0  # when it was first seen waiting without one of its members
 
 
 class _Snapshot(NamedTuple):
@@ -112,6 +116,7 @@ class WaitMonitor:
         with self._lock:
             snapshot = self._take_snapshot()
             self._report(snapshot)
+        self._fail_lost(snapshot)
         if self._warn_s:
             self._warn(snapshot)
 
@@ -198,6 +203,21 @@ class WaitMonitor:
         named = next((_name(one) for one in blocked if one.backend.context.name == group), last)
         if named is not None:
             error.op, error.seq = named[0], named[1] or None
+
+    # --- lost ranks -------------------------------------------------------------------------------------------------
+
+    def _fail_lost(self, snapshot: _Snapshot) -> None:
+        """Fail the groups whose collective has waited without one of its members for :data:`_LOST_S`."""
+        for backend, call, entry in snapshot.stalled:
+            context = backend.context
+            lost = self._control.lost_member(context.ranks)
+            if lost is None or call.op.message or backend.error is not None:
+                continue
+            entry.lost_since = entry.lost_since or time.monotonic()
+            if time.monotonic() - entry.lost_since >= _LOST_S:
+                why = self._control.departed[lost]
+                error = operation_errors.rank_lost_error(context, call, context.ranks.index(lost), why)
+                backend.state.announce(error)
 
     # --- warnings ---------------------------------------------------------------------------------------------------
 
