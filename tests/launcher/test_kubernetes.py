@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 
 from tests.launcher.launching import environment, wait_until
 from tests.support import selection
-from tests.support.hosts import ADDRESSES, Hosts
+from tests.support.hosts import Hosts
 from tests.support.ranks import ROOT
 
 yaml = pytest.importorskip("yaml")
@@ -110,15 +108,7 @@ class Cluster:
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self._hosts = hosts
         self._folder = folder
-        # `ip netns exec` shows these files in place of those in /etc
-        self._etc = [Path("/etc/netns", name) for name in hosts.names[1:]]
         self.started: list[subprocess.Popen[str]] = []
-
-    def write_files(self) -> None:
-        for etc in self._etc:
-            etc.mkdir(parents=True)
-            (etc / "hosts").write_text("127.0.0.1 localhost\n")
-            (etc / "resolv.conf").write_text("")
 
     def start(self, number: int, pod: Pod) -> None:
         """Start a pod on a host (0 or 1), and let the names of both be resolved."""
@@ -136,9 +126,7 @@ class Cluster:
                     text=True,
                 )
             )
-        for etc in self._etc:
-            with (etc / "hosts").open("a") as file:
-                file.write(f"{ADDRESSES[number]} {pod.name}\n")
+        self._hosts.add_name(pod.name, number + 1)
 
     def stderr(self, number: int) -> str:
         return (self._folder / f"stderr{number}").read_text()
@@ -152,10 +140,6 @@ class Cluster:
         return sorted("".join(outs).splitlines())
 
     def close(self) -> None:
-        for etc in self._etc:
-            shutil.rmtree(etc, ignore_errors=True)
-        with suppress(OSError):  # others use it
-            self._etc[0].parent.rmdir()
         for process in self.started:
             process.kill()
             process.communicate()
@@ -165,7 +149,7 @@ class Cluster:
 def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(hosts, tmp_path)
     try:
-        made.write_files()
+        hosts.own_names()
         yield made
     finally:
         made.close()

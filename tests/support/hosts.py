@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ class Hosts:
 
     def __init__(self) -> None:
         self.names = [f"unicoll-{os.getpid()}-{k}" for k in range(3)]  # index 0: the switches
+        # `ip netns exec` shows the files of these directories in place of those in /etc
+        self._etc = [Path("/etc/netns", name) for name in self.names[1:]]
         self._running: list[subprocess.Popen[str]] = []
 
     def build(self) -> None:
@@ -84,6 +87,27 @@ class Hosts:
         addresses = f"10.{77 + lan}.0.{host}/24", f"fd{77 + lan}::{host}/64"
         self._address(self.names[host], f"lan{lan}", *addresses)
 
+    def own_names(self, *names: str) -> None:
+        """Let commands on the hosts resolve no names but these: of host 1, 2. Until :meth:`restore`."""
+        for etc in self._etc:
+            etc.mkdir(parents=True)
+            (etc / "hosts").write_text("127.0.0.1 localhost\n")
+            (etc / "resolv.conf").write_text("")
+        for host, name in enumerate(names, start=1):
+            self.add_name(name, host)
+
+    def add_name(self, name: str, host: int) -> None:
+        """After :meth:`own_names`, also for the commands that run."""
+        for etc in self._etc:
+            with (etc / "hosts").open("a") as file:
+                file.write(f"{ADDRESSES[host - 1]} {name}\n")
+
+    def _remove_names(self) -> None:
+        for etc in self._etc:
+            shutil.rmtree(etc, ignore_errors=True)
+        with contextlib.suppress(OSError):  # others use it
+            self._etc[0].parent.rmdir()
+
     def on(self, host: int, *command: str) -> list[str]:
         """The words that run a command on a host (1 or 2) under its own host name."""
         enter = ("ip", "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c", NAMED)
@@ -119,6 +143,7 @@ class Hosts:
 
     def close(self) -> None:
         self.stop()
+        self._remove_names()
         for name in self.names:
             with contextlib.suppress(subprocess.CalledProcessError):
                 ip("netns", "delete", name)
@@ -126,6 +151,7 @@ class Hosts:
     def restore(self) -> None:
         """End what runs, and undo what a test did to the links."""
         self.stop()
+        self._remove_names()
         for lan, host in itertools.product((0, 1), (1, 2)):
             self.plug(lan, host)
             self.limit(lan, host, "noqueue")
