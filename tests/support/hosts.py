@@ -11,6 +11,7 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,12 @@ class Hosts:
         return process
 
     def stop(self) -> None:
+        """End what runs on the hosts, also the processes that it has started."""
+        for host in self.names[1:]:
+            pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, timeout=30)
+            for pid in map(int, pids.stdout.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for process in self._running:
             process.kill()
             process.communicate()
