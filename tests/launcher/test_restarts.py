@@ -296,11 +296,18 @@ def test_an_attempt_that_cannot_start_ends_the_launch_with_the_first_failure(fol
 
 
 def test_workers_are_bound_to_cpus_and_the_launcher_is_not(folder: LaunchFolder) -> None:
-    script = folder.script(
-        "import os; print(sorted(os.sched_getaffinity(0)), sorted(os.sched_getaffinity(os.getppid())), sep='|')"
-    )
     own = os.sched_getaffinity(0)
     ranks = min(2, len(own))
+    # the launcher is bound while it starts a worker
+    script = folder.script(
+        """
+        import os, sys, time
+        deadline = time.monotonic() + 60
+        while sorted(os.sched_getaffinity(os.getppid())) != OWN and time.monotonic() < deadline:
+            time.sleep(0.01)
+        print(sorted(os.sched_getaffinity(0)), sorted(os.sched_getaffinity(os.getppid())), sep="|")
+        """.replace("OWN", repr(sorted(own)))
+    )
     done = folder.launch("--numa-binding=exclusive", "--no-prefix", "-n", str(ranks), script)
     if "/sys/" in done.stderr or "cores for" in done.stderr:
         pytest.skip(done.stderr)  # the machine is not described there, or has one core
