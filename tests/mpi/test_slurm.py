@@ -150,16 +150,15 @@ def test_ranks_of_a_step(
     cluster: Cluster, tmp_path: Path, backend: str, request: pytest.FixtureRequest
 ) -> None:
     option = request.getfixturevalue("mpi") if backend == "mpi" else "none"
-    for _ in range(3):
+    # one start in 20 of Open MPI by Slurm ends in MPI_Init: Open MPI's issue 12495
+    starts = 3 if (library().name, backend) == ("openmpi", "mpi") else 1
+    for _ in range(starts):
         done = cluster.run(written(tmp_path, ""), option)
-        if (
-            "Segmentation fault" not in done.stderr
-        ):  # Open MPI's issue 12495: one in 20 of its starts by Slurm
+        if "Segmentation fault" not in done.stderr:
             break
     assert done.returncode == 0, done.stderr
-    found = [
-        line for line in done.stdout.splitlines() if not line.startswith("MPI startup():")
-    ]  # Intel MPI's
+    lines = done.stdout.splitlines()
+    found = [line for line in lines if not line.startswith("MPI startup():")]  # a warning of Intel MPI
     assert sorted(found) == [f"{rank} 4 {rank % 2} 6.0 {backend} host{1 + rank // 2}" for rank in range(4)]
 
 

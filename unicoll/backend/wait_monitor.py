@@ -47,7 +47,7 @@ class _TrackedCall:
         self.number = call.watched_as = number
         self.since = time.monotonic()
         self.warned_at = 0.0  # age of the call when this rank last asked for a warning
-        self.lost_since = 0.0  # when it was first seen waiting without one of its members
+        self.lost_since = 0.0  # when it was first seen waiting after the death of a member
 
 
 class _Snapshot(NamedTuple):
@@ -207,10 +207,10 @@ class WaitMonitor:
     # --- lost ranks -------------------------------------------------------------------------------------------------
 
     def _fail_lost(self, snapshot: _Snapshot) -> None:
-        """Fail the groups whose collective has waited without one of its members for :data:`_LOST_S`."""
+        """Fail the groups whose collective has waited for :data:`_LOST_S` after the death of a member."""
         for backend, call, entry in snapshot.stalled:
             context = backend.context
-            lost = self._control.lost_member(context.ranks)
+            lost = operation_errors.first_dead_member(context)
             if lost is None or call.op.message or backend.error is not None:
                 continue
             entry.lost_since = entry.lost_since or time.monotonic()

@@ -76,7 +76,7 @@ class ControlClient:
         clock: the offset to rank 0's clock.
         failure_listeners: functions that are called with a group's name and error, once for each group that fails,
             before its calls raise the error; also for groups of other ranks whose failure the relay announces here.
-        await_departure, find_lost_rank, lost_member: methods of :class:`Departures`.
+        await_departure, find_lost_rank: methods of :class:`Departures`.
         group_failure, announce_failure: methods of :class:`GroupFailures`.
         request_reports: the method of :class:`Reports`.
         send: the method of :class:`RelayConnection`.
@@ -115,7 +115,6 @@ class ControlClient:
         self.died = self._departures.died
         self.await_departure = self._departures.await_departure
         self.find_lost_rank = self._departures.find_lost_rank
-        self.lost_member = self._departures.lost_member
         self._failures = GroupFailures(self._changed, self.send, self._relay_ended)
         self.failure_listeners = self._failures.failure_listeners
         self.group_failure = self._failures.group_failure

@@ -76,13 +76,10 @@ class Departures:
         It is the peer if it has ended, else a lost member of the group, after which the peer closed its connections.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: peer in self.departed or self.lost_member(members) is not None, timeout
-            )
-            return peer if peer in self.departed else self.lost_member(members)
+            self._changed.wait_for(lambda: peer in self.departed or self._lost(members), timeout)
+            if peer in self.departed:
+                return peer
+            return next(iter(self._lost(members)), None)
 
-    def lost_member(self, members: Iterable[int]) -> int | None:
-        """The first of these ranks that has ended and did not leave the job without an exception; None without one."""
-        if not self.departed:
-            return None
-        return next((rank for rank in members if rank in self.departed and rank not in self.left), None)
+    def _lost(self, members: Iterable[int]) -> list[int]:
+        return [rank for rank in members if rank in self.departed and rank not in self.left]
