@@ -17,7 +17,7 @@ from mpi_comm.runtime.communicators import WorldRanks, publish, world_ranks_of
 from mpi_comm.runtime.init_finalize import runtime
 from mpi_comm.small_arrays import pack_inputs, prepare_small_call
 from unicoll.arrays.buffer import Buffer
-from unicoll.arrays.cuda import CudaError
+from unicoll.arrays.device_runtime import DeviceError
 from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import DType
 from unicoll.backend import Call, Caps, Context, Job
@@ -166,7 +166,7 @@ class MPIBackend(HostBackend):
                 for buffer in call.outputs:
                     if buffer.unpack is not None:
                         buffer.unpack()
-        except (CudaError, OperationTimeoutError) as e:
+        except (DeviceError, OperationTimeoutError) as e:
             if state.error is None:  # an error of this rank's device alone
                 self.give_up(call, e)
             raise

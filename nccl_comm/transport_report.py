@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unicoll.arrays.cuda import Cuda, CudaError
+from unicoll.arrays.device_runtime import DeviceError, DeviceRuntime
 from unicoll.net.interfaces import interfaces
 
 Fact = Mapping[str, Any]
 """What a member published: ``host``, ``device`` (ordinal in its process), ``uuid``, and ``hostid`` if NCCL_HOSTID is
-set; see :mod:`nccl_comm.communicators.unique_id`."""
+set; see :mod:`unicoll.device_collectives.communicators.unique_id`."""
 
 VARIABLES = (
     "NCCL_P2P_DISABLE",
@@ -89,7 +89,7 @@ def connecting(addresses: Sequence[str], environ: Mapping[str, str]) -> str:
 def expected(
     rank: int,
     facts: Sequence[Fact],
-    cuda: Cuda,
+    cuda: DeviceRuntime,
     net_name: str | None,
     environ: Mapping[str, str],
     devices: Path = _DEVICES,
@@ -122,7 +122,7 @@ def _host(fact: Fact) -> str:
     return found
 
 
-def _within_host(own: Fact, peer: Fact, cuda: Cuda, environ: Mapping[str, str]) -> str:
+def _within_host(own: Fact, peer: Fact, cuda: DeviceRuntime, environ: Mapping[str, str]) -> str:
     """The transport between two ranks of one host; "" for the network."""
     level = environ.get("NCCL_P2P_LEVEL", "").upper()
     p2p = not _on(environ, "NCCL_P2P_DISABLE") and level not in ("LOC", "0")
@@ -140,13 +140,13 @@ def _within_host(own: Fact, peer: Fact, cuda: Cuda, environ: Mapping[str, str]) 
     return "P2P (PCIe)" if direct and level not in ("NVL", "1") else shared
 
 
-def _reach(own: Fact, peer: Fact, cuda: Cuda) -> tuple[bool, bool] | None:
-    """:meth:`unicoll.arrays.cuda.Cuda.peer_access` from this device to a peer's; None if the peer's is not visible."""
+def _reach(own: Fact, peer: Fact, cuda: DeviceRuntime) -> tuple[bool, bool] | None:
+    """``peer_access`` of the runtime from this device to a peer's; None if the peer's is not visible."""
     try:
         for other in range(cuda.device_count()):
             if cuda.facts(other).uuid == peer["uuid"]:
                 return cuda.peer_access(own["device"], other)
-    except CudaError:
+    except DeviceError:
         pass
     return None
 

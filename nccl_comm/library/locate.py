@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import cast
 
 from nccl_comm.library.bindings import Bindings
-from nccl_comm.library.interface import Nccl
 from nccl_comm.library.structs import version_text
+from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.errors import BackendUnavailableError, DistError
 
 VARIABLE = "UNICOLL_NCCL_LIBRARY"
@@ -26,10 +26,10 @@ _NAME = "libnccl.so.2"
 _INSTALL = f"pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, or set {VARIABLE} to its path"
 
 _lock = threading.Lock()
-_library: Nccl | str | None = None
+_library: CollectiveLibrary | str | None = None
 
 
-def find() -> Nccl | str:
+def find() -> CollectiveLibrary | str:
     """The NCCL of this process, loaded at the first call; or the reason why there is none."""
     global _library
     with _lock:
@@ -38,7 +38,7 @@ def find() -> Nccl | str:
         return _library
 
 
-def nccl() -> Nccl:
+def nccl() -> CollectiveLibrary:
     """The NCCL of this process.
 
     Raises:
@@ -50,19 +50,14 @@ def nccl() -> Nccl:
     return found
 
 
-def install(implementation: Nccl | None) -> None:
+def install(implementation: CollectiveLibrary | None) -> None:
     """Use another implementation in this process; None searches for the library again at the next call."""
     global _library
     with _lock:
         _library = implementation
 
 
-def describe(found: Nccl) -> str:
-    """Version and path for messages: ``NCCL 2.27.5 (/path/libnccl.so.2)``."""
-    return f"NCCL {version_text(found.version)} ({found.path})"
-
-
-def _search() -> Nccl | str:
+def _search() -> CollectiveLibrary | str:
     named = os.environ.get(VARIABLE)
     if named:
         found = _load(named)
@@ -76,7 +71,7 @@ def _search() -> Nccl | str:
     return f"{_NAME} cannot be used: {'; '.join(reasons)} ({_INSTALL})"
 
 
-def _load(path: str) -> Nccl | str:
+def _load(path: str) -> CollectiveLibrary | str:
     try:
         library = ctypes.CDLL(path)
     except OSError as e:
@@ -88,7 +83,7 @@ def _load(path: str) -> Nccl | str:
     if found.version < OLDEST:
         return f"{found!r} is too old: {version_text(OLDEST)} or newer is needed"
     # mypy does not see the functions that are bound by name; tests check them against the protocol.
-    return cast(Nccl, found)
+    return cast(CollectiveLibrary, found)
 
 
 def _candidates() -> Iterator[str]:

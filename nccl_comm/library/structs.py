@@ -6,14 +6,13 @@ import ctypes
 from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from nccl_comm.library.interface import UNIQUE_ID_BYTES, Config
 from unicoll.backend.options import CallOptions
+from unicoll.device_collectives.interface import Config
 from unicoll.errors import DistArgumentError
 
+UNIQUE_ID_BYTES = 128
 UNDEFINED = -(2**31)
 """NCCL_CONFIG_UNDEF_INT."""
-NO_COLOR = -1
-"""NCCL_SPLIT_NOCOLOR."""
 NEWEST = 23203
 """The newest version whose header was read; a newer library is passed this version's structures, which it accepts."""
 _MAGIC = 0xCAFEBEEF

@@ -1,5 +1,5 @@
 """Checks one GPU and NCCL with one rank, using only the protocols of ``unicoll.arrays.cuda`` and
-``nccl_comm.library.interface``.
+``unicoll.device_collectives.interface``.
 
     python tests/conformance/one_rank.py [CHECK...]         on a machine with a GPU; neither CuPy nor torch is needed
 
@@ -25,12 +25,14 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from nccl_comm.library import interface
-from nccl_comm.library.errors import error_for
-from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, Config, Nccl
-from nccl_comm.library.types import FP8_CAPABILITY, FP8_VERSION
-from unicoll.arrays.cuda import Cuda, await_event
+from nccl_comm.library.errors import IN_PROGRESS
+from nccl_comm.library.nccl import FP8_CAPABILITY, FP8_VERSION
+from nccl_comm.library.structs import UNIQUE_ID_BYTES
+from unicoll.arrays.device_runtime import DeviceRuntime, await_event
 from unicoll.backend.options import CallOptions
+from unicoll.device_collectives import interface
+from unicoll.device_collectives.errors import error_for
+from unicoll.device_collectives.interface import SUCCESS, CollectiveLibrary, Config
 from unicoll.errors import DistArgumentError
 
 PATIENCE_S = 60.0
@@ -54,7 +56,7 @@ _ONES = {"bfloat16": b"\x80\x3f", "float8_e4m3fn": b"\x38", "float8_e5m2": b"\x3
 class Bench:
     """A device, a stream on it, and arrays to and from it."""
 
-    def __init__(self, cuda: Cuda, nccl: Nccl, device: int = 0) -> None:
+    def __init__(self, cuda: DeviceRuntime, nccl: CollectiveLibrary, device: int = 0) -> None:
         self.cuda, self.nccl, self.device = cuda, nccl, device
         cuda.set_device(device)
         self.stream = cuda.create_stream(device)
@@ -119,7 +121,7 @@ class Bench:
     def begin(self, config: Config | None = None) -> int:
         """A communicator of this rank alone."""
         code, ident = self.nccl.unique_id()
-        assert (code, len(ident)) == (SUCCESS, interface.UNIQUE_ID_BYTES)
+        assert (code, len(ident)) == (SUCCESS, UNIQUE_ID_BYTES)
         code, slot = self.nccl.comm_init(1, [ident], 0, config or Config())
         assert slot.value, f"ncclCommInitRankConfig: no handle, code {code}: {self.nccl.last_error()}"
         self.settle(slot.value, code, "ncclCommInitRankConfig")
@@ -293,9 +295,9 @@ def moves_of_one_rank_are_copies(b: Bench) -> None:
     values = np.random.default_rng(2).random(COUNT).astype(np.float32)
     n = b.nccl
     calls: dict[str, Callable[[int, int, int], int]] = {
-        "ncclBroadcast": lambda s, t, c: n.broadcast(s, t, COUNT, F32, 0, c, b.stream),
-        "ncclAllGather": lambda s, t, c: n.all_gather(s, t, COUNT, F32, c, b.stream),
-        "ncclAlltoAll": lambda s, t, c: n.all_to_all(s, t, COUNT, F32, c, b.stream),
+        "broadcast": lambda s, t, c: n.broadcast(s, t, COUNT, F32, 0, c, b.stream),
+        "all_gather": lambda s, t, c: n.all_gather(s, t, COUNT, F32, c, b.stream),
+        "all_to_all": lambda s, t, c: n.all_to_all(s, t, COUNT, F32, c, b.stream),
     }
     with b.communicator() as comm:
         source = b.up(values)
@@ -330,7 +332,7 @@ def factors_are_multiplied_in(b: Bench) -> None:
 def calls_can_have_options(b: Bench) -> None:
     """Every function that takes some, with hints; an algorithm that there is not is passed over on request."""
     n = b.nccl
-    if not n.has("ncclAllReduceConfig"):
+    if not n.has("with_options"):
         return
     values = np.arange(COUNT, dtype=np.float32)
     hints = n.with_options(CallOptions(min_ctas=1, max_ctas=2, cta_policy="default", profiler_tag=7))
@@ -376,7 +378,7 @@ def a_communicator_can_be_split(b: Bench) -> None:
 
 def nccls_memory_can_be_registered(b: Bench) -> None:
     """Memory of NCCL's is the device's; a window on it can be made and given back."""
-    if not b.nccl.has("ncclCommWindowRegister"):
+    if not b.nccl.has("window_register"):
         return
     with b.communicator() as comm, b.window(comm, 2 << 20) as (ptr, _):
         assert b.cuda.device_of(ptr) == b.device
@@ -388,7 +390,7 @@ def nccls_memory_can_be_registered(b: Bench) -> None:
 
 def a_rank_writes_and_signals_to_itself(b: Bench) -> None:
     """unicoll sets one-sided operations of NCCL 2.29 and 2.30 up by a signal of each rank to itself."""
-    if not b.nccl.has("ncclPutSignal"):
+    if not b.nccl.has("put_signal"):
         return
     with b.communicator() as comm, b.window(comm, 2 << 20) as (ptr, window):
         if window and b.nccl.signal(0, 0, 0, 0, comm, b.stream) == SUCCESS:  # else there is no transport
@@ -417,7 +419,7 @@ def invalid_arguments_are_refused(b: Bench) -> None:
 
 def a_communicator_can_be_revoked(b: Bench) -> None:
     """It can be destroyed after that."""
-    if not b.nccl.has("ncclCommRevoke"):
+    if not b.nccl.has("comm_revoke"):
         return
     comm = b.begin()
     b.settle(comm, b.nccl.comm_revoke(comm), "ncclCommRevoke")
@@ -445,7 +447,7 @@ CHECKS: list[Callable[[Bench], None]] = [
 ]
 
 
-def run(check: Callable[[Bench], None], cuda: Cuda, nccl: Nccl) -> None:
+def run(check: Callable[[Bench], None], cuda: DeviceRuntime, nccl: CollectiveLibrary) -> None:
     """Run one check on a new Bench."""
     bench = Bench(cuda, nccl)
     check(bench)
@@ -458,7 +460,7 @@ def main(names: Sequence[str]) -> int:
     from unicoll.arrays import cuda as streams
 
     cuda, nccl = streams.cuda(), locate.nccl()
-    print(json.dumps({"cuda": cuda.description, "nccl": locate.describe(nccl)}), flush=True)
+    print(json.dumps({"cuda": cuda.description, "nccl": interface.describe(nccl)}), flush=True)
     failed = 0
     for check in [check for check in CHECKS if not names or check.__name__ in names]:
         began, error = time.monotonic(), None

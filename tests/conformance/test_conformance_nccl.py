@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nccl_comm.backend import NCCLBackend
-from nccl_comm.library.types import native_reduction
+from nccl_comm.library.nccl import nccl_reduction
 from tests.simulated_nccl.family import SimulatedFamily
 from tests.simulated_nccl.ranks import SimulatedJob
 from tests.support.ranks import ProcessJob, sample_seed
@@ -35,7 +35,7 @@ class _Simulated(Suite):
         return SimulatedJob(size, version=cls.version, **cls.settings)
 
     def reduces(self, dtype: str, reduction: str) -> bool:
-        return native_reduction(BY_NAME[dtype], reduction_of(reduction, dtype), self.version) is not None
+        return nccl_reduction(BY_NAME[dtype], reduction_of(reduction, dtype), self.version) is not None
 
     @classmethod
     def axes(cls, test: str) -> dict[str, Sequence[Any]]:

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nccl_comm.library.types import factor_bytes, native_reduction
+from nccl_comm.library.nccl import nccl_reduction
 from tests.simulated_nccl import reductions
 from tests.simulated_nccl.reductions import Signature
 from unicoll.arrays.kernels import kernel_for, quiet_runner
 from unicoll.arrays.types import BY_NAME, DTYPES
 from unicoll.backend.reduce_ops import supported_reductions
+from unicoll.device_collectives.reductions import factor_bytes
 from unicoll.testing.conformance import has
 from unicoll.testing.reference import (
     NCCL,
@@ -52,7 +53,7 @@ def _by_kernel(name: str, reduction: str, given: list[Array]) -> Array:
 
 def _by_nccl(name: str, reduction: str, given: list[Array]) -> Array:
     """What NCCL computes, on every rank."""
-    how = native_reduction(BY_NAME[name], reduction_of(reduction, name), _NCCL)
+    how = nccl_reduction(BY_NAME[name], reduction_of(reduction, name), _NCCL)
     assert how is not None
     factor = factor_bytes(BY_NAME[name], float(factor_of(name).real)) if how.has_factor else None
     signature = Signature("all_reduce", _COUNT * how.parts, how.type, how.op)
@@ -68,7 +69,7 @@ def _pairs(backend: str) -> Iterator[tuple[str, str]]:
             if backend == "cpu":
                 known = not dtype.name.startswith("float8")
             else:
-                known = native_reduction(dtype, reduction_of(reduction, dtype.name), _NCCL) is not None
+                known = nccl_reduction(dtype, reduction_of(reduction, dtype.name), _NCCL) is not None
             if known:
                 yield dtype.name, reduction
 

@@ -19,8 +19,8 @@ from tests.nccl import staged
 from tests.simulated_nccl import arrays, ranks
 from tests.support import worker
 from tests.support.outcomes import CallOutcome, outcome_of
-from unicoll.arrays.cuda import CudaError
 from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
+from unicoll.arrays.device_runtime import DeviceError
 from unicoll.staging.device_pointers import DirectCalls
 
 STAGED = 20_000
@@ -325,7 +325,7 @@ def device_fails(who: int) -> CallOutcome:
 
 
 def _fail(self: DeviceMemory, pairs: Any) -> None:
-    raise CudaError("cudaErrorECCUncorrectable: the device has had enough")
+    raise DeviceError("cudaErrorECCUncorrectable: the device has had enough")
 
 
 def captured_message() -> list[CallOutcome]:

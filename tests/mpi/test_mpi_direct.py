@@ -158,11 +158,11 @@ def test_a_device_failure_during_an_operation_is_reported_to_the_other_ranks() -
         job.call(jobs.device_fails, 1)
         (other, _), (mine, _) = job.results()
     assert mine is not None
-    assert mine.type == "CudaError"
+    assert mine.type == "DeviceError"
     assert other is not None
     assert other.type == "GroupAbortedError"
     assert "rank 1" in other.message
-    assert "CudaError: cudaErrorECCUncorrectable" in other.message
+    assert "DeviceError: cudaErrorECCUncorrectable" in other.message
 
 
 def test_temporary_device_memory_is_reused(pool: Callable[[int], Pool]) -> None:

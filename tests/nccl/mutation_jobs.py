@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nccl_comm.stream_completion import StreamCompletion
-from nccl_comm.stream_order import StreamOrder
+from unicoll.device_collectives.stream_completion import StreamCompletion
+from unicoll.device_collectives.stream_order import StreamOrder
 
 __all__ = ["MUTATIONS", "mutated"]
 

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 import unicoll as dist
-from nccl_comm.communicators.unique_id import RANKS_PER_ROOT, roots
 from tests.nccl.nccl_jobs import connect, error_of, new_group
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.ranks import run
 from tests.support.on_ranks import on_ranks
 from unicoll.api import world
+from unicoll.device_collectives.communicators.unique_id import roots
 from unicoll.net import environment
+
+RANKS_PER_ROOT = "UNICOLL_NCCL_RANKS_PER_ROOT"
 
 
 @pytest.mark.every(2)

@@ -17,17 +17,22 @@ from typing import Any
 
 import pytest
 
-from nccl_comm.library import bindings, errors, interface, locate, structs
-from nccl_comm.library.bindings import DIRECT, SIGNATURES, WITH_CONFIG, Bindings
+from nccl_comm.library import errors, locate, structs
+from nccl_comm.library.bindings import SIGNATURES, WITH_CONFIG, Bindings
+from nccl_comm.library.errors import IN_PROGRESS
+from nccl_comm.library.nccl import DIRECT, SYMBOLS
 from tests.simulated_nccl.cuda import Simulation
 from tests.support.programs import python
 from tests.unit.c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
 from tests.unit.declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
 from unicoll import errors as tree
 from unicoll.arrays import cuda
-from unicoll.arrays.cuda import CudaError
+from unicoll.arrays.device_runtime import DeviceError
 from unicoll.backend.options import CallOptions
 from unicoll.bootstrap import environment_report
+from unicoll.device_collectives import bindings as common
+from unicoll.device_collectives import interface
+from unicoll.device_collectives.errors import error_for
 
 DECLARED = parse(NCCL)
 NAMES = {
@@ -56,7 +61,7 @@ def bound(version: int = structs.NEWEST, without: Any = ()) -> tuple[StandIn, An
 
 
 def members() -> dict[str, Any]:
-    found = vars(interface.Operations) | vars(interface.Nccl)
+    found = vars(interface.Operations) | vars(interface.CollectiveLibrary)
     return {n: f for n, f in found.items() if not n.startswith("_")}
 
 
@@ -110,7 +115,7 @@ def test_bindings_have_every_member_of_the_protocol_with_its_arguments() -> None
 @pytest.mark.parametrize("wide", [True, False], ids=["as pointers", "as declared"])
 def test_every_argument_arrives_whole_and_in_its_place(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not wide:
-        monkeypatch.setattr(bindings, "_EIGHT_BYTES_EACH", False)
+        monkeypatch.setattr(common, "_EIGHT_BYTES_EACH", False)
     made, nccl = bound()
     with_options = nccl.with_options(CallOptions())
     for table, functions in ((DIRECT, nccl), (WITH_CONFIG, with_options)):
@@ -207,7 +212,7 @@ def test_unique_ids_excluded_ranks_config_and_slot_are_passed() -> None:
 def test_a_split_passes_color_key_and_config_and_the_slot_for_the_handle() -> None:
     made, nccl = bound()
     read = partial(_members_of, structs.ConfigStruct)
-    seen = noting(made, "ncclCommSplit", interface.IN_PROGRESS, config=read)
+    seen = noting(made, "ncclCommSplit", IN_PROGRESS, config=read)
     config = interface.Config(
         min_ctas=2,
         max_ctas=8,
@@ -231,7 +236,7 @@ def test_a_split_passes_color_key_and_config_and_the_slot_for_the_handle() -> No
     assert (seen[1]["color"], seen[1]["config"]["blocking"]) == (-1, 1)
 
 
-@pytest.mark.parametrize("code", [interface.IN_PROGRESS, interface.SUCCESS])
+@pytest.mark.parametrize("code", [IN_PROGRESS, interface.SUCCESS])
 def test_the_slot_of_a_late_handle_outlives_its_caller(code: int) -> None:
     made, nccl = bound()
     seen = noting(made, "ncclCommSplit", code)
@@ -338,7 +343,10 @@ def test_the_last_error_is_text() -> None:
 def test_a_function_that_an_old_library_lacks_raises_when_called() -> None:
     _, nccl = bound(21803, NCCL_SINCE)
     for name in DECLARED:
-        assert nccl.has(name) == (name not in NCCL_SINCE)
+        assert nccl.has_symbol(name) == (name not in NCCL_SINCE)
+    for method, name in SYMBOLS.items():
+        assert nccl.has(method) == (name not in NCCL_SINCE)
+        assert nccl.symbol(method) == name
     with pytest.raises(tree.DistBackendError, match=r"NCCL 2\.18\.3 .* has no ncclAlltoAll"):
         nccl.all_to_all(1, 2, 3, 7, COMM, STREAM)
     with pytest.raises(tree.DistBackendError, match="ncclCommShrink"):
@@ -386,7 +394,7 @@ def test_version_text() -> None:
 
 BECOMES = {
     "ncclSuccess": tree.DistBackendError,
-    "ncclUnhandledCudaError": CudaError,
+    "ncclUnhandledCudaError": DeviceError,
     "ncclSystemError": tree.DistNetworkError,
     "ncclInternalError": tree.DistBackendError,
     "ncclInvalidArgument": tree.DistArgumentError,
@@ -407,7 +415,7 @@ def test_errors_contain_nccls_text_and_the_call(code: int) -> None:
     made, nccl = bound()
     text = ctypes.create_string_buffer(b"first line\n second line\n")
     made.answers["ncclGetLastError"] = lambda comm: ctypes.addressof(text)
-    error = errors.error_for(code, nccl, COMM, "all_reduce #3", "default", "all_reduce", 3)
+    error = error_for(code, nccl, COMM, "all_reduce #3", "default", "all_reduce", 3)
     assert (error.group, error.op, error.seq) == ("default", "all_reduce", 3)
     known = errors.CODES.get(code)
     assert type(error) is (known.error if known else tree.DistBackendError)
@@ -416,7 +424,7 @@ def test_errors_contain_nccls_text_and_the_call(code: int) -> None:
     assert str(error).endswith("NCCL reports: first line; second line")
     assert "NCCL 2.32.3" in str(error)
     made.answers["ncclGetLastError"] = lambda comm: None
-    quiet = errors.error_for(code, nccl, 0, "ncclGetUniqueId", None, None, None)
+    quiet = error_for(code, nccl, 0, "ncclGetUniqueId", None, None, None)
     assert "NCCL_DEBUG=WARN" in str(quiet)
     assert (quiet.group, quiet.op, quiet.seq) == (None, None, None)
 
@@ -438,7 +446,7 @@ class TestFinding:
         _, nccl = bound()
         locate.install(nccl)
         assert locate.nccl() is nccl
-        assert locate.describe(locate.nccl()) == "NCCL 2.32.3 (/stand-in/libnccl.so.2)"
+        assert interface.describe(locate.nccl()) == "NCCL 2.32.3 (/stand-in/libnccl.so.2)"
         simulation = Simulation()
         cuda.install(simulation.cuda)
         try:
@@ -605,8 +613,8 @@ with_library = pytest.mark.skipif(not REAL, reason="libnccl is not here (pip ins
 def ask(program: str) -> str:
     """The output of a process of its own: NCCL starts threads that never end."""
     opening = (
-        "from nccl_comm.library import interface, locate\n"
-        "from nccl_comm.library.errors import error_for\nnccl = locate.nccl()\n"
+        "from nccl_comm.library import locate\nfrom unicoll.device_collectives import interface\n"
+        "from unicoll.device_collectives.errors import error_for\nnccl = locate.nccl()\n"
     )
     done = python("-c", opening + program, CUDA_VISIBLE_DEVICES="", NCCL_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
@@ -615,7 +623,9 @@ def ask(program: str) -> str:
 
 @with_library
 def test_the_real_library_is_found_without_importing_its_package() -> None:
-    out = ask("import sys\nprint(locate.describe(nccl), [m for m in sys.modules if m.startswith('nvidia')])")
+    out = ask(
+        "import sys\nprint(interface.describe(nccl), [m for m in sys.modules if m.startswith('nvidia')])"
+    )
     assert re.match(r"NCCL 2\.\d+\.\d+ \(/.*/libnccl\.so\.2\) \[\]$", out)
 
 
@@ -623,7 +633,7 @@ def test_the_real_library_is_found_without_importing_its_package() -> None:
 def test_the_real_library_exports_what_its_version_should_have() -> None:
     out = ask(
         "from nccl_comm.library.bindings import SIGNATURES\n"
-        "print(nccl.version, *(n for n in SIGNATURES if nccl.has(n)))"
+        "print(nccl.version, *(n for n in SIGNATURES if nccl.has_symbol(n)))"
     )
     version, *names = out.split()
     assert set(names) == {n for n in SIGNATURES if NCCL_SINCE.get(n, 0) <= int(version)}
@@ -658,14 +668,14 @@ def test_the_real_library_returns_an_error_without_a_gpu() -> None:
         "print(type(error_for(code, nccl, 0, 'ncclCommInitRankConfig', 'g', None, None)).__name__, slot.value,"
         " 'CUDA' in nccl.last_error() or 'Cuda' in nccl.last_error())"
     )
-    assert out.split() == ["CudaError", "None", "True"]
+    assert out.split() == ["DeviceError", "None", "True"]
 
 
 @with_library
 def test_the_real_library_reads_the_options_of_a_call() -> None:
     out = ask(
         "from nccl_comm.library import bindings, structs\nfrom unicoll.backend.options import CallOptions\n"
-        "if not nccl.has('ncclAllReduceConfig'):\n    print('it is older than 2.31')\n    raise SystemExit\n"
+        "if not nccl.has('with_options'):\n    print('it is older than 2.31')\n    raise SystemExit\n"
         "def tell(**wrong):\n"
         "    told = structs.call_config_struct(CallOptions(max_ctas=4, algorithm='ring'), nccl.version)\n"
         "    for name, value in wrong.items():\n        setattr(told, name, value)\n"

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import unicoll as dist
-from nccl_comm.communicators import communicator
 from tests.nccl.nccl_jobs import busy, connect, error_of, new_group
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.ranks import run
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
 from unicoll.api import world
+from unicoll.device_collectives.communicators import communicator
 
 
 class _Own:
@@ -316,7 +316,7 @@ def test_windows_that_differ_between_ranks_are_refused_on_all() -> None:
     if me == 1:
         nccl.mem_alloc = lambda nbytes: (1, 0)  # type: ignore[method-assign]
     said = error_of(lambda: group.symmetric_empty(4))
-    assert re.match("(Cuda|DistBackend)Error: .*rank 1", said, re.DOTALL), said
+    assert re.match("(Device|DistBackend)Error: .*rank 1", said, re.DOTALL), said
     nccl.mem_alloc = mem_alloc  # type: ignore[method-assign]
     with group.register(own.part(4096, 4096), symmetric=True) as made:
         assert (made.symmetric, _known()) == (True, (1, 0))

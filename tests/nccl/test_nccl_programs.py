@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 
 import unicoll as dist
-from nccl_comm.communicators import communicator
 from tests.nccl.mutation_jobs import MUTATIONS, mutated
 from tests.nccl.nccl_jobs import backend_of, connect
 from tests.simulated_nccl import arrays, ranks
@@ -30,6 +29,7 @@ from tests.simulated_nccl.communicators import Result
 from tests.simulated_nccl.ranks import SimulatedJob
 from tests.simulated_nccl.ranks import run as simulated_run
 from tests.support.ranks import joined
+from unicoll.device_collectives.communicators import communicator
 
 _PROGRAMS, _STEPS = 40, 60
 _STREAMS = 3

@@ -14,17 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 
 import unicoll as dist
-from nccl_comm import supervision
 from nccl_comm.backend import NCCLBackend
-from nccl_comm.communicators import agreement, communicator
-from nccl_comm.in_flight import InFlight, PendingWork
-from nccl_comm.watchdog import Watchdog
 from tests.nccl.nccl_jobs import backend_of, busy, calling, connect, error_of, new_group
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.communicators import Result
@@ -35,10 +31,14 @@ from tests.support.order import await_true
 from tests.support.ranks import Pool, joined, pools
 from tests.support.worker import end
 from unicoll.api import world
-from unicoll.arrays import cuda
+from unicoll.arrays.device_runtime import PER_THREAD_STREAM, DeviceRuntime
 from unicoll.backend import Call
 from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
+from unicoll.device_collectives import supervision
+from unicoll.device_collectives.communicators import agreement, communicator
+from unicoll.device_collectives.in_flight import InFlight, PendingWork
+from unicoll.device_collectives.watchdog import Watchdog
 
 
 @pytest.fixture(scope="module")
@@ -641,14 +641,17 @@ class _Slow:
         return False
 
 
+def _watchdog(ignore_captures: Callable[[], None]) -> Watchdog:
+    return Watchdog("nccl", cast(DeviceRuntime, SimpleNamespace(ignore_captures=ignore_captures)))
+
+
 @pytest.mark.parametrize("where", ["a group", "the thread"])
-def test_a_watchdog_that_fails_fails_its_groups(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watchdog_that_fails_fails_its_groups(where: str) -> None:
     def ignore_captures() -> None:
         if where == "the thread":
             raise OSError("injected")
 
-    monkeypatch.setattr(cuda, "cuda", lambda: SimpleNamespace(ignore_captures=ignore_captures))
-    watchdog, group = Watchdog(), _Slow(broken=True)
+    watchdog, group = _watchdog(ignore_captures), _Slow(broken=True)
     watchdog.watch(group)
     try:
         assert group.failed.wait(60)
@@ -679,9 +682,8 @@ def test_works_end_when_the_watchdog_fails() -> None:
                 assert words in text
 
 
-def test_a_group_that_closes_waits_for_a_sweep_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "cuda", lambda: SimpleNamespace(ignore_captures=lambda: None))
-    watchdog, group = Watchdog(), _Slow()
+def test_a_group_that_closes_waits_for_a_sweep_of_it() -> None:
+    watchdog, group = _watchdog(lambda: None), _Slow()
     watchdog.watch(group)
     try:
         assert group.sweeping.wait(60)
@@ -746,7 +748,7 @@ def test_the_watchdog_queries_few_events_of_operations_on_one_stream() -> None:
 
 
 @pytest.mark.parametrize("ended", [{0, 2}, {0, 1, 3}, {1}])
-@pytest.mark.parametrize("streams", [[7, 8, 7, 8], [cuda.PER_THREAD_STREAM] * 4])
+@pytest.mark.parametrize("streams", [[7, 8, 7, 8], [PER_THREAD_STREAM] * 4])
 def test_the_watchdog_takes_no_operation_for_ended_that_has_not(streams: list[int], ended: set[int]) -> None:
     """Operations on different streams end in any order, also those on the default streams of several threads."""
     in_flight, events, made = _in_flight(streams)

@@ -10,13 +10,15 @@ from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from nccl_comm.library.interface import IN_PROGRESS, SUCCESS
+from nccl_comm.library.errors import IN_PROGRESS
+from nccl_comm.library.nccl import NcclFacts
 from tests.simulated_nccl.communicators import Communicator, Machine, Result
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.network import Network
 from tests.simulated_nccl.rendezvous import RendezvousServer
 from tests.simulated_nccl.thread_rules import ActiveCalls, Kind
-from unicoll.arrays.cuda import CudaError
+from unicoll.arrays.device_runtime import DeviceError
+from unicoll.device_collectives.interface import SUCCESS
 
 __all__ = ["SET_UP_BY_WINDOWS", "Calls", "Refused", "Slot", "function"]
 
@@ -87,13 +89,13 @@ def function(name: str, kind: Kind, nothing: Callable[[], Any] | None = None) ->
 
 
 class Slot:
-    """Memory for the handle of a new communicator (:class:`nccl_comm.library.interface.HandleSlot`)."""
+    """Memory for the handle of a new communicator (:class:`unicoll.device_collectives.interface.HandleSlot`)."""
 
     def __init__(self) -> None:
         self.value: int | None = None
 
 
-class Calls:
+class Calls(NcclFacts):
     """One process's NCCL without its functions; see :class:`tests.simulated_nccl.nccl.SimulatedNccl`."""
 
     def __init__(self, simulation: Simulation, version: int = 23007, prompt: bool = False) -> None:
@@ -118,8 +120,8 @@ class Calls:
     def path(self) -> str:
         return "simulated/libnccl.so.2"
 
-    def has(self, function: str) -> bool:
-        return self._version >= _SINCE.get(function, 0)
+    def has_symbol(self, symbol: str) -> bool:
+        return self._version >= _SINCE.get(symbol, 0)
 
     def last_error(self, comm: int = 0) -> str:
         return self._last_error
@@ -141,12 +143,12 @@ class Calls:
         """The result of a call, or the code with which it is refused."""
         try:
             return call(*args)
-        except (Refused, CudaError) as error:
+        except (Refused, DeviceError) as error:
             self._last_error = str(error)
             return error.code if isinstance(error, Refused) else Result.CUDA_ERROR
 
     def _needs(self, function: str) -> None:
-        if not self.has(function):
+        if not self.has_symbol(function):
             self._simulation.scheduler.fault(f"call of {function}, which NCCL {self._version} lacks")
             raise AttributeError(f"undefined symbol: {function} (NCCL {self._version})")
 

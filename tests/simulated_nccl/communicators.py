@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, Config
+from nccl_comm.library.errors import IN_PROGRESS
 from tests.simulated_nccl.graphs import Graph
 from tests.simulated_nccl.memory import Memory
 from tests.simulated_nccl.network import Address, Channel, Network
 from tests.simulated_nccl.reductions import Signature
 from tests.simulated_nccl.streams import LATER, Op, Range, Scheduler, Stream
+from unicoll.device_collectives.interface import SUCCESS, Config
 
 __all__ = ["Communicator", "Machine", "Result", "Task"]
 
@@ -23,7 +24,7 @@ _GARBAGE = 0xEE
 
 
 class Result:
-    """Values of ncclResult_t that :mod:`nccl_comm.library.interface` does not define."""
+    """Values of ncclResult_t that :mod:`unicoll.device_collectives.interface` does not define."""
 
     CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = range(1, 7)
 

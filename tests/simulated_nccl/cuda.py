@@ -1,4 +1,4 @@
-"""A CUDA device for tests on machines without one: :class:`unicoll.arrays.cuda.Cuda` over streams that run late.
+"""A CUDA device for tests on machines without one; its streams run late.
 
     simulation = Simulation(devices=1, policy="newest")
     unicoll.arrays.cuda.install(simulation.cuda)
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from tests.simulated_nccl.graphs import Capture, Graph
 from tests.simulated_nccl.memory import Memory, Pool
 from tests.simulated_nccl.streams import Op, Scheduler, Stream
-from unicoll.arrays.cuda import Cuda, CudaError, DeviceFacts
+from unicoll.arrays.device_runtime import DeviceError, DeviceFacts, DeviceRuntime
 
 __all__ = ["Simulation", "SimulatedCuda"]
 
@@ -103,7 +103,7 @@ class Simulation:
         stream = self.cuda.stream(handle)
         capture = stream.capture
         if capture is None:
-            raise CudaError("cudaErrorIllegalState: the stream does not record a graph")
+            raise DeviceError("cudaErrorIllegalState: the stream does not record a graph")
         try:
             return capture.end(stream)
         finally:
@@ -120,7 +120,7 @@ class Simulation:
         except BaseException:
             try:
                 self.end_capture(handle)
-            except CudaError:
+            except DeviceError:
                 pass
             raise
         made.append(self.end_capture(handle))
@@ -142,7 +142,7 @@ class Simulation:
         self.scheduler.close()
 
 
-class SimulatedCuda(Cuda):
+class SimulatedCuda(DeviceRuntime):
     """The interface of unicoll to the simulated devices.
 
     Attributes:
@@ -194,7 +194,7 @@ class SimulatedCuda(Cuda):
 
     def _check_device(self, device: int) -> None:
         if not 0 <= device < self._count:
-            raise CudaError(f"cudaErrorInvalidDevice: device {device} of {self._count}")
+            raise DeviceError(f"cudaErrorInvalidDevice: device {device} of {self._count}")
 
     # --- streams and events ---
 
@@ -218,12 +218,12 @@ class SimulatedCuda(Cuda):
         found = self.streams.get(handle)
         if found is None:
             self._scheduler.fault(f"use of a stream that does not exist: {handle:#x}")
-            raise CudaError(f"cudaErrorInvalidResourceHandle: no stream {handle:#x}")
+            raise DeviceError(f"cudaErrorInvalidResourceHandle: no stream {handle:#x}")
         return found
 
     def destroy_stream(self, stream: int) -> None:
         if self.stream(stream).capture is not None:
-            raise CudaError("cudaErrorStreamCaptureUnsupported: the stream records a graph")
+            raise DeviceError("cudaErrorStreamCaptureUnsupported: the stream records a graph")
         del self.streams[stream]
 
     def stream_done(self, stream: int) -> bool:
@@ -245,7 +245,7 @@ class SimulatedCuda(Cuda):
         found = self.events.get(handle)
         if found is None:
             self._scheduler.fault(f"use of an event that does not exist: {handle:#x}")
-            raise CudaError(f"cudaErrorInvalidResourceHandle: no event {handle:#x}")
+            raise DeviceError(f"cudaErrorInvalidResourceHandle: no event {handle:#x}")
         return found
 
     def destroy_event(self, event: int) -> None:
@@ -255,7 +255,9 @@ class SimulatedCuda(Cuda):
     def record(self, event: int, stream: int) -> None:
         found, target = self._event(event), self.stream(stream)
         if found.device != target.device:
-            raise CudaError(f"cudaErrorInvalidResourceHandle: an event of device {found.device} on {target}")
+            raise DeviceError(
+                f"cudaErrorInvalidResourceHandle: an event of device {found.device} on {target}"
+            )
         ran: list[float] = []
         note = (lambda op: ran.append(time.perf_counter())) if found.timing else None
         found.ran, found.op = ran, self._scheduler.put(target, Op(f"record {event:#x}", note))
@@ -264,11 +266,11 @@ class SimulatedCuda(Cuda):
         self.refuse_under_capture("cudaEventElapsedTime")
         events = self._event(start), self._event(end)
         if not all(event.timing and event.op is not None for event in events):
-            raise CudaError(
+            raise DeviceError(
                 "cudaErrorInvalidResourceHandle: an event without timing, or that was never recorded"
             )
         if not all(event.ran for event in events):
-            raise CudaError("cudaErrorNotReady: an event that is not done")
+            raise DeviceError("cudaErrorNotReady: an event that is not done")
         return events[1].ran[0] - events[0].ran[0]
 
     def wait_event(self, stream: int, event: int) -> None:
@@ -278,7 +280,7 @@ class SimulatedCuda(Cuda):
         with self._scheduler.lock:
             capture = op.capture
             if capture is not None and capture not in self.captures:
-                raise CudaError("cudaErrorCapturedEvent: a wait for an event of a capture that has ended")
+                raise DeviceError("cudaErrorCapturedEvent: a wait for an event of a capture that has ended")
             if capture is not None and target.capture is None:
                 capture.join(target)
             self._scheduler.put(target, Op(f"wait for {event:#x}", needs=[op]))
@@ -288,14 +290,14 @@ class SimulatedCuda(Cuda):
         self.refuse_under_capture("cudaEventQuery")
         if op is not None and op.capture is not None:
             op.capture.invalidate("an event recorded in it was queried")
-            raise CudaError("cudaErrorCapturedEvent: an event recorded under capture cannot be queried")
+            raise DeviceError("cudaErrorCapturedEvent: an event recorded under capture cannot be queried")
         return self._scheduler.query(op, f"event {event:#x}")
 
     def ignore_captures(self) -> None:
         self._thread.ignores_captures = True
 
     def refuse_under_capture(self, call: str, stream: Stream | None = None) -> None:
-        """Raise CudaError for a call that is unsafe while a graph is recorded, and invalidate the capture.
+        """Raise DeviceError for a call that is unsafe while a graph is recorded, and invalidate the capture.
 
         A call is unsafe if its stream records; and unless the capture is relaxed, if it is made on the thread that
         began the capture, or, for a global capture, on any thread that has not called :meth:`ignore_captures`.
@@ -306,7 +308,7 @@ class SimulatedCuda(Cuda):
             others = capture.mode == "global" and not self._thread.ignores_captures
             if own or others or (stream is not None and stream.capture is capture):
                 capture.invalidate(f"{call} was called")
-                raise CudaError(f"cudaErrorStreamCaptureUnsupported: {call} while a graph is recorded")
+                raise DeviceError(f"cudaErrorStreamCaptureUnsupported: {call} while a graph is recorded")
 
     # --- memory ---
 
@@ -336,14 +338,14 @@ class SimulatedCuda(Cuda):
 
         for ptr in (to, source):
             if nbytes and self._memory.find(ptr) is None:
-                raise CudaError(f"cudaErrorInvalidValue: {ptr:#x} is neither device nor pinned memory")
+                raise DeviceError(f"cudaErrorInvalidValue: {ptr:#x} is neither device nor pinned memory")
         op = Op(f"copy of {nbytes} bytes", body, reads=[(source, nbytes)], writes=[(to, nbytes)])
         self._scheduler.put(self.stream(stream), op)
 
     def allocation(self, ptr: int) -> int:
         block = self._memory.find(ptr)
         if block is None or block.freed:
-            raise CudaError(f"cudaErrorInvalidValue: {ptr:#x} is no device memory")
+            raise DeviceError(f"cudaErrorInvalidValue: {ptr:#x} is no device memory")
         return block.ptr
 
     def device_of(self, ptr: int) -> int:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 from tests.simulated_nccl.streams import Op, Scheduler, Stream
-from unicoll.arrays.cuda import CudaError
+from unicoll.arrays.device_runtime import DeviceError
 
 __all__ = ["Capture", "Graph"]
 
@@ -29,9 +29,9 @@ class Capture:
         if mode not in ("global", "thread_local", "relaxed"):
             raise ValueError(f"no capture mode {mode!r}")
         if origin.legacy:
-            raise CudaError("cudaErrorStreamCaptureUnsupported: the legacy stream cannot be captured")
+            raise DeviceError("cudaErrorStreamCaptureUnsupported: the legacy stream cannot be captured")
         if origin.capture is not None:
-            raise CudaError("cudaErrorIllegalState: the stream records a graph already")
+            raise DeviceError("cudaErrorIllegalState: the stream records a graph already")
         self.scheduler = scheduler
         self.origin = origin
         self.mode = mode
@@ -46,7 +46,7 @@ class Capture:
         for need in op.needs:
             if need.capture is not self:
                 self.invalidate("an operation outside the capture was waited for")
-                raise CudaError("cudaErrorStreamCaptureIsolation: a wait for work outside the capture")
+                raise DeviceError("cudaErrorStreamCaptureIsolation: a wait for work outside the capture")
         lane = self.lanes[stream]
         lane.append(op)
         op.stream, op.seq, op.capture = stream, len(lane), self
@@ -56,7 +56,9 @@ class Capture:
         self.check()
         if stream.legacy:
             self.invalidate("the legacy stream waited for an event of the capture")
-            raise CudaError("cudaErrorStreamCaptureImplicit: the legacy stream cannot take part in a capture")
+            raise DeviceError(
+                "cudaErrorStreamCaptureImplicit: the legacy stream cannot take part in a capture"
+            )
         self.lanes[stream] = []
         stream.capture = self
 
@@ -65,14 +67,14 @@ class Capture:
         self.reason = self.reason or reason
 
     def check(self) -> None:
-        """Raise CudaError if the capture is invalid."""
+        """Raise DeviceError if the capture is invalid."""
         if self.reason is not None:
-            raise CudaError(f"cudaErrorStreamCaptureInvalidated: {self.reason}")
+            raise DeviceError(f"cudaErrorStreamCaptureInvalidated: {self.reason}")
 
     def end(self, stream: Stream) -> Graph:
         """End the capture; the graph."""
         if stream is not self.origin:
-            raise CudaError("cudaErrorStreamCaptureUnmatched: the capture began on another stream")
+            raise DeviceError("cudaErrorStreamCaptureUnmatched: the capture began on another stream")
         for each in self.lanes:
             each.capture = None
         self.check()
@@ -80,7 +82,7 @@ class Capture:
         for each, lane in self.lanes.items():
             work = [op for op in lane if op.body is not None]
             if each is not stream and work and work[-1] not in joined:
-                raise CudaError(f"cudaErrorStreamCaptureUnjoined: {work[-1]} was not joined to the origin")
+                raise DeviceError(f"cudaErrorStreamCaptureUnjoined: {work[-1]} was not joined to the origin")
         return Graph(self)
 
     def _before(self, ops: list[Op]) -> Iterator[Op]:
@@ -120,10 +122,10 @@ class Graph:
         """Put copies of all operations on streams, after and before marks on the given one."""
         scheduler = self._scheduler
         if stream.capture is not None:
-            raise CudaError("cudaErrorStreamCaptureUnsupported: graphs within graphs are not simulated")
+            raise DeviceError("cudaErrorStreamCaptureUnsupported: graphs within graphs are not simulated")
         with scheduler.lock:
             if not self._lanes:
-                raise CudaError("cudaErrorInvalidValue: the graph has been destroyed")
+                raise DeviceError("cudaErrorInvalidValue: the graph has been destroyed")
             last = [self._last] if self._last is not None else []  # a graph does not overlap with itself
             start = scheduler.put(stream, Op("graph launch", needs=last))
             copies: dict[Op, Op] = {}

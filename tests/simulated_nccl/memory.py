@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.simulated_nccl.streams import Clock, Op, Scheduler, Stream, merge
-from unicoll.arrays.cuda import CudaError
+from unicoll.arrays.device_runtime import DeviceError
 
 __all__ = ["Block", "Memory", "Pool"]
 
@@ -76,7 +76,7 @@ class Memory:
     def allocate(self, nbytes: int, device: int) -> Block:
         """A new block (at least one byte, so that every block has an address of its own)."""
         if nbytes < 0:
-            raise CudaError(f"cudaErrorInvalidValue: {nbytes} bytes of memory")
+            raise DeviceError(f"cudaErrorInvalidValue: {nbytes} bytes of memory")
         block = Block(max(1, nbytes), device)
         with self._lock:
             bisect.insort(self._starts, block.ptr)
@@ -88,7 +88,7 @@ class Memory:
         with self._lock:
             block = self._blocks.get(ptr)
             if block is None or block.freed:
-                raise CudaError(f"cudaErrorInvalidValue: {ptr:#x} is not the address of an allocation")
+                raise DeviceError(f"cudaErrorInvalidValue: {ptr:#x} is not the address of an allocation")
             for op in self.users(ptr):
                 self._scheduler.fault(f"{block} freed before {op} has run")
             self.release(block, "freed")
@@ -125,7 +125,7 @@ class Memory:
         """The bytes at an address, as a NumPy array of uint8."""
         block = self.find(ptr)
         if block is None or ptr + nbytes > block.ptr + block.nbytes:
-            raise CudaError(f"cudaErrorIllegalAddress: {nbytes} bytes at {ptr:#x}")
+            raise DeviceError(f"cudaErrorIllegalAddress: {nbytes} bytes at {ptr:#x}")
         start = ptr - block.ptr
         return block.data[start : start + nbytes]
 

@@ -1,4 +1,4 @@
-"""An NCCL for tests: :class:`nccl_comm.library.interface.Nccl` over the simulated device, between local processes.
+"""An NCCL for tests over the simulated device, between local processes.
 
 It applies those rules of NCCL whose violation would hang, corrupt or kill a real program: kernels run on streams, in
 order, and together within a group call; the calls of the ranks must match, or they hang; a non-blocking communicator
@@ -16,12 +16,14 @@ import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Config, HandleSlot
+from nccl_comm.library.errors import IN_PROGRESS
+from nccl_comm.library.structs import UNIQUE_ID_BYTES
 from tests.simulated_nccl.calls import Refused, Slot, function
 from tests.simulated_nccl.communicators import Communicator, Result
 from tests.simulated_nccl.network import Address
 from tests.simulated_nccl.operations import Operations
 from tests.simulated_nccl.thread_rules import Kind
+from unicoll.device_collectives.interface import SUCCESS, Config, HandleSlot
 
 __all__ = ["Result", "SimulatedNccl", "Slot"]
 

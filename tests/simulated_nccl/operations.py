@@ -10,8 +10,7 @@ from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any, cast
 
-from nccl_comm.library import interface
-from nccl_comm.library.interface import AVG, IN_PROGRESS, SUCCESS
+from nccl_comm.library.errors import IN_PROGRESS
 from tests.simulated_nccl.calls import SET_UP_BY_WINDOWS, Calls, Refused, Slot, function
 from tests.simulated_nccl.communicators import Communicator, Result, Task
 from tests.simulated_nccl.cuda import Simulation
@@ -19,6 +18,8 @@ from tests.simulated_nccl.reductions import NAMES, PREMUL_SUM, REDUCING, Signatu
 from tests.simulated_nccl.streams import Range, Stream
 from tests.simulated_nccl.thread_rules import ActiveCalls, Kind
 from unicoll.backend.options import CallOptions
+from unicoll.device_collectives import interface
+from unicoll.device_collectives.interface import AVG, SUCCESS
 
 __all__ = ["Operations"]
 

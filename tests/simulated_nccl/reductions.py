@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from nccl_comm.library import interface
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend.options import CallOptions
+from unicoll.device_collectives import interface
 
 __all__ = ["NAMES", "REDUCING", "Numbers", "Signature", "element", "results"]
 

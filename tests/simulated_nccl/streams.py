@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unicoll.arrays.cuda import CudaError
+from unicoll.arrays.device_runtime import DeviceError
 
 if TYPE_CHECKING:
     from tests.simulated_nccl.graphs import Capture
@@ -203,15 +203,15 @@ class Scheduler:
         for other in others:
             if stream.legacy and other.capture is not None:
                 other.capture.invalidate("work was put on the legacy stream")
-                raise CudaError("cudaErrorStreamCaptureImplicit: a blocking stream records a graph")
+                raise DeviceError("cudaErrorStreamCaptureImplicit: a blocking stream records a graph")
             if other.tail is not None:
                 yield other.tail
 
     def _check(self) -> None:
         if self.broken is not None:
-            raise CudaError(self.broken)
+            raise DeviceError(self.broken)
         if self._closing:
-            raise CudaError("cudaErrorCudartUnloading: the simulated device has been closed")
+            raise DeviceError("cudaErrorCudartUnloading: the simulated device has been closed")
 
     # --- calls of the host ---
 
@@ -226,7 +226,7 @@ class Scheduler:
                 merge(self.host_clock, op.clock)
                 return
             if threading.get_ident() in self._held:
-                raise CudaError(f"the host blocks on {what} while it holds the device itself")
+                raise DeviceError(f"the host blocks on {what} while it holds the device itself")
             self._blocked += 1
             self.changed.notify_all()
             try:
@@ -276,7 +276,7 @@ class Scheduler:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """No operation begins within the block; a host thread that blocks on the device there gets a CudaError."""
+        """No operation begins within the block; a host thread that blocks on the device there gets a DeviceError."""
         with self.changed:
             self._held.append(threading.get_ident())
         try:

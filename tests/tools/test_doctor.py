@@ -16,7 +16,7 @@ import pytest
 from tests.support.programs import python
 from tests.support.ranks import ROOT, environment
 from unicoll.arrays import cuda
-from unicoll.arrays.cuda import DeviceFacts
+from unicoll.arrays.device_runtime import DeviceFacts
 from unicoll.doctor import hints, host, output, pairs, probes, software
 from unicoll.doctor.pairs import LARGE, RankPair
 

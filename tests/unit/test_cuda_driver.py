@@ -18,8 +18,8 @@ from tests.support.forks import in_fork
 from tests.unit.c_functions import StandIn, alike, header, parse, put, putting
 from tests.unit.declarations import CUDA
 from unicoll.arrays import cuda, cuda_driver
-from unicoll.arrays.cuda import Cuda, CudaError, DeviceFacts, on_device
 from unicoll.arrays.cuda_driver import SIGNATURES, CudaDriver
+from unicoll.arrays.device_runtime import DeviceError, DeviceFacts, DeviceRuntime, await_event, on_device
 from unicoll.bootstrap import environment_report
 from unicoll.errors import BackendUnavailableError
 
@@ -132,7 +132,7 @@ def test_signatures_and_symbols_are_those_of_the_header() -> None:
 
 
 def test_description_has_the_version(driver: CudaDriver, machine: Machine) -> None:
-    assert isinstance(driver, Cuda)
+    assert isinstance(driver, DeviceRuntime)
     assert driver.description == "CUDA 12.8 driver"
     assert CudaDriver(machine, "/x/libcuda.so").description == "CUDA 12.8 driver (/x/libcuda.so)"
     assert machine.calls[0] == ("cuInit", (0,))
@@ -183,9 +183,9 @@ def test_peer_access(access: int, atomics: int, driver: CudaDriver, machine: Mac
 
 
 def test_an_invalid_device_raises_with_the_drivers_message(driver: CudaDriver) -> None:
-    with pytest.raises(CudaError, match=r"^cuDeviceGet: CUDA_ERROR_INVALID_VALUE: invalid argument$"):
+    with pytest.raises(DeviceError, match=r"^cuDeviceGet: CUDA_ERROR_INVALID_VALUE: invalid argument$"):
         driver.facts(2)
-    with pytest.raises(CudaError, match="cuDeviceGet: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(DeviceError, match="cuDeviceGet: CUDA_ERROR_INVALID_VALUE"):
         driver.set_device(2)
 
 
@@ -255,7 +255,7 @@ def test_streams_are_non_blocking_and_have_the_requested_priority(
 def test_the_device_is_restored_after_an_error(driver: CudaDriver, machine: Machine) -> None:
     machine.answers["cuMemAlloc_v2"] = lambda place, nbytes: OUT_OF_MEMORY
     driver.set_device(0)
-    with pytest.raises(CudaError, match="cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY: out of memory"):
+    with pytest.raises(DeviceError, match="cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY: out of memory"):
         driver.allocate(1, 1 << 40)
     assert driver.current_device() == 0
 
@@ -327,7 +327,7 @@ def test_queries_return_a_bool_or_raise(
     machine.answers[symbol] = lambda handle: NOT_READY
     assert ask(driver) is False
     machine.answers[symbol] = lambda handle: 700
-    with pytest.raises(CudaError, match=f"^{symbol}: error 700$"):
+    with pytest.raises(DeviceError, match=f"^{symbol}: error 700$"):
         ask(driver)
     assert machine.last(symbol) == ((EVENT if symbol == "cuEventQuery" else STREAM),)
 
@@ -393,7 +393,7 @@ def test_device_of_an_address(
 # --- loading ----------------------------------------------------------------------------------------------------
 
 
-def _load_with(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Cuda | str:
+def _load_with(machine: Any, monkeypatch: pytest.MonkeyPatch) -> DeviceRuntime | str:
     monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda path: machine)
     return cuda_driver.load()
 
@@ -475,13 +475,13 @@ def test_explain_names_the_driver_and_the_devices(driver: CudaDriver, machine: M
 
 def test_waiting_for_an_event_ends_at_the_deadline(driver: CudaDriver, machine: Machine) -> None:
     machine.answers["cuEventQuery"] = lambda event: NOT_READY
-    assert not cuda.await_event(driver, EVENT, time.monotonic() + 0.05)
+    assert not await_event(driver, EVENT, time.monotonic() + 0.05)
     asked = len(machine.of("cuEventQuery"))
     assert asked
     machine.answers["cuEventQuery"] = lambda event: (
         0 if len(machine.of("cuEventQuery")) > asked + 5 else NOT_READY
     )
-    assert cuda.await_event(driver, EVENT, time.monotonic() + 30)
+    assert await_event(driver, EVENT, time.monotonic() + 30)
 
 
 # --- forks ------------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(driver: CudaDriver, mach
             driver.device_count,
             driver.current_device,
         ):
-            with pytest.raises(CudaError, match=r"forked after .* unicoll\.spawn"):
+            with pytest.raises(DeviceError, match=r"forked after .* unicoll\.spawn"):
                 call()
         assert len(machine.calls) == calls
 

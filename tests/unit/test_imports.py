@@ -15,12 +15,14 @@ from tests.support.ranks import ROOT, environment
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
 SHARED = {"backend", "arrays", "net", "errors"}
 """The packages of unicoll that a backend may import."""
+DEVICES = SHARED | {"device_collectives"}
+"""Those that a backend over a library with NCCL's API may import."""
 LAYERS = (
     {"errors"},
     {"net"},
     {"run", "launch", "arrays"},
     {"backend"},
-    {"staging"},
+    {"device_collectives", "staging"},
     {"group"},
     {"bootstrap"},
     {"api"},
@@ -83,7 +85,7 @@ def _subpackages() -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "backends", "allowed"),
     [
-        *((name, {name}, SHARED) for name in BACKENDS),
+        *((name, {name}, DEVICES if name == "nccl_comm" else SHARED) for name in BACKENDS),
         (
             "unicoll/run",
             set(),

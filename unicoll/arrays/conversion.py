@@ -22,6 +22,7 @@ import numpy as np
 
 from unicoll.arrays import cuda, dlpack
 from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, register_current_stream
+from unicoll.arrays.device_runtime import LEGACY_STREAM
 from unicoll.arrays.torch_tensors import torch_family
 from unicoll.arrays.types import BY_NAME, DTYPES, Device, DType
 from unicoll.errors import DistArgumentError, DistTypeError
@@ -104,7 +105,7 @@ def _from_cuda_interface(array: Any) -> Buffer:
     if index is None:
         index = max(0, cuda.cuda().device_of(int(pointer))) if pointer else 0
     stream = cai.get("stream") or 0
-    if stream == cuda.LEGACY_STREAM:
+    if stream == LEGACY_STREAM:
         stream = 0
     return Buffer(
         array,
@@ -132,7 +133,7 @@ def _from_dlpack(array: Any) -> Buffer:
         return buffer
     if kind not in dlpack.CUDA_DEVICES:
         raise DistTypeError(f"arrays on a device of DLPack type {kind} cannot be communicated")
-    memory = dlpack.import_cuda(array, cuda.LEGACY_STREAM)
+    memory = dlpack.import_cuda(array, LEGACY_STREAM)
     count = int(np.prod(memory.shape, dtype=np.int64))
     writable = not (memory.read_only or immutable)
     return Buffer(

@@ -1,4 +1,4 @@
-"""The CUDA driver API by ctypes: a :class:`unicoll.arrays.cuda_interface.Cuda` that needs NVIDIA's driver only.
+"""The CUDA driver API by ctypes: a :class:`~unicoll.arrays.device_runtime.DeviceRuntime` with NVIDIA's driver only.
 
 The driver API is independent of the CUDA toolkit that CuPy or torch includes: all share the primary context of each
 device, and with it streams, events and memory. Signatures are those of ``cuda.h`` 12 and 13.
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any, NoReturn
 
-from unicoll.arrays.cuda_interface import Cuda, CudaError, DeviceFacts
+from unicoll.arrays.device_runtime import DeviceError, DeviceFacts, DeviceRuntime
 from unicoll.net import fork_safety
 
 VARIABLE = "UNICOLL_CUDA_LIBRARY"
@@ -78,7 +78,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 """Argument types of each function, by the symbol in ``cuda.h``; all return CUresult."""
 
 
-def load() -> Cuda | str:
+def load() -> DeviceRuntime | str:
     """The initialised driver; or the reason why no CUDA device can be used."""
     path = os.environ.get(VARIABLE) or _NAME
     try:
@@ -88,7 +88,7 @@ def load() -> Cuda | str:
     try:
         driver = CudaDriver(library, path)
         count = driver.device_count()
-    except CudaError as e:
+    except DeviceError as e:
         return f"{e}{_visible()}"
     except AttributeError as e:
         return f"{path} is not a CUDA driver, or too old: {e}"
@@ -120,7 +120,7 @@ class _ForkedChild:
     """Replaces the functions in a forked child, where CUDA cannot be used and may hang."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise CudaError(
+        raise DeviceError(
             f"{name}: CUDA cannot be used in this process, which was forked after its parent had initialised CUDA:"
             " start processes with unicoll.spawn, unicoll.run or multiprocessing's 'spawn' method"
         )
@@ -137,14 +137,14 @@ class _QueryOutputs(threading.local):
         )
 
 
-class CudaDriver(Cuda):
+class CudaDriver(DeviceRuntime):
     """All devices, by libcuda. Errors name the driver function, the error's name and its description.
 
     Args:
         library: a ``ctypes.CDLL``, or another object with the driver's functions as attributes.
 
     Raises:
-        CudaError: the driver cannot be initialised.
+        DeviceError: the driver cannot be initialised.
     """
 
     def __init__(self, library: Any, path: str) -> None:
@@ -347,7 +347,7 @@ class CudaDriver(Cuda):
                 self._error_text("cuGetErrorName", code),
                 self._error_text("cuGetErrorString", code),
             )
-            raise CudaError(f"{name}: {error or f'error {code}'}{f': {meaning}' if meaning else ''}")
+            raise DeviceError(f"{name}: {error or f'error {code}'}{f': {meaning}' if meaning else ''}")
 
     def _error_text(self, function: str, code: int) -> str:
         text = c_char_p()

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unicoll.arrays.cuda import on_device
+from unicoll.arrays.device_runtime import on_device
 from unicoll.errors import DistArgumentError
 
 if TYPE_CHECKING:
     from unicoll.arrays.buffer import Buffer
-    from unicoll.arrays.cuda import Cuda
+    from unicoll.arrays.device_runtime import DeviceRuntime
     from unicoll.backend.call import Call
     from unicoll.staging.copier import HostCopier
 
@@ -181,7 +181,7 @@ class DeviceMemoryPool:
         held: bytes in use or pooled.
     """
 
-    def __init__(self, cuda: Cuda, device: int) -> None:
+    def __init__(self, cuda: DeviceRuntime, device: int) -> None:
         self._cuda = cuda
         self._device = device
         # without a lock: __del__ may release a block at any point, also within this class

@@ -12,6 +12,7 @@ import unicoll as dist
 from unicoll.arrays.conversion import as_buffer
 from unicoll.bench.arrays import Unsupported
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong, use_cuda
+from unicoll.device_collectives import interface
 from unicoll.group import registry
 
 _REDUCTIONS = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "avg": "AVG"}
@@ -25,16 +26,14 @@ class BareNccl(Contender):
 
     def open(self, job: BenchJob) -> None:
         self.device = use_cuda(job)
-        self._api: Any = import_module("nccl_comm.library.interface")
-        library: Any = import_module("nccl_comm.library.locate")
-        self._nccl: Any = library.nccl()
-        self._path = library.describe(self._nccl)
+        self._nccl: Any = import_module("nccl_comm.library.locate").nccl()
+        self._path = interface.describe(self._nccl)
         code, identifier = self._nccl.unique_id() if job.rank == 0 else (0, None)
         unique_id: list[Any] = [(code, identifier)]
         dist.broadcast_object_list(unique_id, src=0)
         self._check(unique_id[0][0])
         code, slot = self._nccl.comm_init(
-            job.size, [unique_id[0][1]], job.rank, self._api.Config(blocking=True)
+            job.size, [unique_id[0][1]], job.rank, interface.Config(blocking=True)
         )
         self._check(code)
         self._comm = slot.value
@@ -50,9 +49,9 @@ class BareNccl(Contender):
 
     def _check(self, code: int) -> None:
         """Wait while the result code is ncclInProgress; raise an error for a failure code."""
-        if code == self._api.IN_PROGRESS:
+        if code == self._nccl.in_progress:
             end = time.monotonic() + self._timeout
-            while (code := self._nccl.comm_state(self._comm)[1]) == self._api.IN_PROGRESS:
+            while (code := self._nccl.comm_state(self._comm)[1]) == self._nccl.in_progress:
                 if time.monotonic() > end:
                     raise dist.OperationTimeoutError(f"NCCL did not finish within {self._timeout:g} s")
         if code:
@@ -66,7 +65,7 @@ class BareNccl(Contender):
         n, comm, name = self._nccl, self._comm, case.op.name
         send_buffer, recv_buffer = as_buffer(send), as_buffer(recv)
         stream, source, target = send_buffer.stream or 0, send_buffer.ptr, recv_buffer.ptr
-        kind = self._api.DATA_TYPES.get(case.dtype.name)
+        kind = interface.DATA_TYPES.get(case.dtype.name)
         if kind is None:
             raise Unsupported(f"NCCL has no {case.dtype.name}")
         count = case.counts.shown
@@ -103,5 +102,5 @@ class BareNccl(Contender):
         found = _REDUCTIONS.get(case.redop)
         if found is None:
             raise Unsupported(f"{case.redop} is not measured with bare NCCL")
-        code: int = getattr(self._api, found)
+        code: int = getattr(interface, found)
         return code

@@ -22,7 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.cuda import cuda, on_device
+from unicoll.arrays.cuda import cuda
+from unicoll.arrays.device_runtime import on_device
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Backend, Caps, Context
 from unicoll.backend.fallbacks import available

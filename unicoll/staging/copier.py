@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.cuda import LEGACY_STREAM, PER_THREAD_STREAM, Cuda, await_event, on_device
+from unicoll.arrays.device_runtime import (
+    LEGACY_STREAM,
+    PER_THREAD_STREAM,
+    DeviceRuntime,
+    await_event,
+    on_device,
+)
 from unicoll.backend.call import Call
 from unicoll.errors import DistArgumentError, OperationTimeoutError
 from unicoll.staging.pinned_pool import PinnedBlock, PinnedPool
@@ -50,7 +56,7 @@ class HostCopier:
         pinned: pinned host memory.
     """
 
-    def __init__(self, cuda: Cuda, group: str) -> None:
+    def __init__(self, cuda: DeviceRuntime, group: str) -> None:
         self.cuda = cuda
         self.pinned = PinnedPool(cuda)
         self._group = group

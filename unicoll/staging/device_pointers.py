@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.cuda import await_event, on_device
 from unicoll.arrays.device_memory import DeviceMemory, DeviceMemoryPool
+from unicoll.arrays.device_runtime import await_event, on_device
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import Execute

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.cuda import on_device
 from unicoll.arrays.device_memory import DeviceFlat
+from unicoll.arrays.device_runtime import on_device
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.work import Completion, HostCompletion

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.arrays.cuda import Cuda
+from unicoll.arrays.device_runtime import DeviceRuntime
 
 _LEAST = 4096
 _KEPT = 64 << 20
@@ -39,7 +39,7 @@ class PinnedPool:
         held: bytes in use or kept.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
+    def __init__(self, cuda: DeviceRuntime) -> None:
         self._cuda = cuda
         self._lock = threading.Lock()
         self._free: dict[int, list[PinnedBlock]] = {}

@@ -9,7 +9,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from nccl_comm.backend import NCCLBackend
-from nccl_comm.library.types import native_reduction
+from nccl_comm.library.nccl import nccl_reduction
 from tests.gpu.check import rank_jobs
 from tests.gpu.check.place import HOST_BACKENDS, Place, Ranks, host_backend
 from tests.gpu.check.record import NoTime, Reporter, Skip
@@ -92,7 +92,7 @@ def conformance(reporter: Reporter, place: Place, size: int) -> None:
         version, capability = facts[0]["nccl"], min(tuple(fact["capability"]) for fact in facts)
         suite = Drawn(
             place.families,
-            lambda dtype, reduction: native_reduction(dtype, reduction, version, capability) is not None,
+            lambda dtype, reduction: nccl_reduction(dtype, reduction, version, capability) is not None,
             NCCL,
         )
         for name, family in zip(place.kits, place.families, strict=True):

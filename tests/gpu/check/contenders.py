@@ -16,13 +16,14 @@ import numpy as np
 
 import unicoll as dist
 from nccl_comm.library import locate
-from nccl_comm.library.interface import DATA_TYPES, IN_PROGRESS, SUCCESS, SUM, Config
+from nccl_comm.library.errors import IN_PROGRESS
 from tests.gpu.check.kits import Kit, kit
 from unicoll.arrays import cuda as streams
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.conversion import as_buffer
 from unicoll.bench.contract import BenchJob
 from unicoll.bench.distributed import Torch as BenchTorch
+from unicoll.device_collectives.interface import DATA_TYPES, SUCCESS, SUM, Config
 
 Call = Callable[[], object]
 Array = Any

@@ -13,6 +13,7 @@ from tests.gpu.check.kits import kit
 from tests.gpu.check.place import HOST_BACKENDS, Place, called, host_backend, joined, leave
 from tests.gpu.check.record import Reporter
 from unicoll.arrays import cuda as streams
+from unicoll.arrays.device_runtime import await_event
 
 _NEEDS_S = 2.0
 _BYTES = 64 << 20
@@ -90,7 +91,7 @@ def pinned(nbytes: int) -> dict[str, float]:
             for event, lane in zip(events, lanes, strict=True):
                 cuda.record(event, lane)
             for event in events:
-                assert streams.await_event(cuda, event, time.monotonic() + _PATIENCE_S)
+                assert await_event(cuda, event, time.monotonic() + _PATIENCE_S)
 
         return nbytes * len(copies) / _best(call)
 

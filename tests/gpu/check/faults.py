@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nccl_comm.communicators.teardown import END_S
 from tests.gpu.check import fault_jobs as jobs
 from tests.gpu.check import rank_jobs
 from tests.gpu.check.place import Place, called, joined, leave
 from tests.gpu.check.record import Reporter
 from tests.support import worker
 from tests.support.ranks import ProcessJob
+from unicoll.device_collectives.communicators.teardown import END_S
 
 _TIMEOUT_S = 3.0
 _UNDER_WAY_S = 0.2

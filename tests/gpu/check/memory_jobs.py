@@ -15,7 +15,8 @@ from nccl_comm.library import locate
 from tests.gpu.check.kits import Kit
 from tests.gpu.check.rank_jobs import expect, sum_of_ranks
 from tests.gpu.check.record import Skip
-from unicoll.arrays.cuda import cuda, on_device
+from unicoll.arrays.cuda import cuda
+from unicoll.arrays.device_runtime import on_device
 
 COMPARING = {"NCCL_CHECK_MODE": "DEBUG_GLOBAL"}
 """NCCL compares the offsets of symmetric memory on the ranks. Otherwise only multicast on several GPUs would show a
@@ -146,7 +147,7 @@ def a_non_blocking_group_is_split_and_makes_a_window(k: Kit) -> dict[str, Any]:
     x = k.full(_COUNT, dist.get_rank() + 1)
     dist.all_reduce(x, group=part)
     expect(k, x, sum_of_ranks(), "all_reduce in the part")
-    made = part.symmetric_empty(_COUNT) if locate.nccl().has("ncclCommWindowRegister") else None
+    made = part.symmetric_empty(_COUNT) if locate.nccl().has("window_register") else None
     if made is not None:
         y = k.array(made)
         y[...] = dist.get_rank() + 1
@@ -174,7 +175,7 @@ def a_group_of_two_grows_by_a_third_rank(k: Kit) -> dict[str, Any]:
     dist.all_reduce(y, group=larger)
     expect(k, y, 6, "all_reduce of three")
     dist.destroy_process_group(larger)
-    return {"ncclCommGrow": locate.nccl().has("ncclCommGrow")}
+    return {"ncclCommGrow": locate.nccl().has("comm_grow")}
 
 
 PROGRAMS: list[Program] = [

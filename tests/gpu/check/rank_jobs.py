@@ -19,15 +19,15 @@ from tests.gpu.check.kits import Kit, kit
 from tests.gpu.check.record import Skip
 from tests.support import worker
 from unicoll.arrays import cuda as streams
-from unicoll.arrays.cuda import Cuda
+from unicoll.arrays.device_runtime import DeviceRuntime
 
 _END_S = 5.0
 
 
 class _CountingCuda:
-    """A :class:`unicoll.arrays.cuda.Cuda` that counts the calls of each thread."""
+    """A :class:`unicoll.arrays.device_runtime.DeviceRuntime` that counts the calls of each thread."""
 
-    def __init__(self, real: Cuda) -> None:
+    def __init__(self, real: DeviceRuntime) -> None:
         self._real = real
         self.calls: Counter[tuple[int, str]] = Counter()
 
@@ -46,7 +46,7 @@ class _CountingCuda:
 
 def count_cuda_calls() -> None:
     """Start counting CUDA calls; before any group is made."""
-    streams.install(cast(Cuda, _CountingCuda(streams.cuda())))
+    streams.install(cast(DeviceRuntime, _CountingCuda(streams.cuda())))
 
 
 def cuda_calls() -> Counter[str]:

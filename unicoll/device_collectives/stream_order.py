@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from unicoll.arrays.cuda import PER_THREAD_STREAM, Cuda, on_device
+from unicoll.arrays.device_runtime import PER_THREAD_STREAM, DeviceRuntime, on_device
 from unicoll.backend import Call
 
 _NO_CONTEXT = nullcontext()
@@ -14,26 +14,26 @@ _NO_CONTEXT = nullcontext()
 class StreamOrder:
     """The streams of a group's device. The host never blocks here."""
 
-    def __init__(self, cuda: Cuda, device: int) -> None:
-        self._cuda = cuda
+    def __init__(self, runtime: DeviceRuntime, device: int) -> None:
+        self._runtime = runtime
         self._device = device
-        self._event = cuda.create_event(device)
+        self._event = runtime.create_event(device)
 
     def device_context(self, stream: int) -> AbstractContextManager[None]:
         """Make the group's device current if ``stream`` is a default stream, which belongs to the current device."""
-        if stream > PER_THREAD_STREAM or self._cuda.current_device() == self._device:
+        if stream > PER_THREAD_STREAM or self._runtime.current_device() == self._device:
             return _NO_CONTEXT
-        return on_device(self._cuda, self._device)
+        return on_device(self._runtime, self._device)
 
     def wait_event(self, stream: int, event: int) -> None:
         """Make a stream wait for an event."""
         with self.device_context(stream):
-            self._cuda.wait_event(stream, event)
+            self._runtime.wait_event(stream, event)
 
     def done(self, stream: int) -> bool:
         """True if the device has done all work on a stream."""
         with self.device_context(stream):
-            return self._cuda.stream_done(stream)
+            return self._runtime.stream_done(stream)
 
     def wait_for_producers(self, others: Iterable[int], stream: int, current: int) -> None:
         """Make ``stream`` wait for the other streams on which the arrays are written.
@@ -42,22 +42,22 @@ class StreamOrder:
         """
         for other in others:
             if other == current:
-                self._cuda.record(self._event, other)
+                self._runtime.record(self._event, other)
             else:
                 with self.device_context(other):
-                    self._cuda.record(self._event, other)
-            self._cuda.wait_event(stream, self._event)
+                    self._runtime.record(self._event, other)
+            self._runtime.wait_event(stream, self._event)
 
     def release_consumers(self, others: Sequence[int], stream: int) -> None:
         """Make the other streams of the arrays wait for ``stream``."""
         if others:
-            self._cuda.record(self._event, stream)
+            self._runtime.record(self._event, stream)
             for other in others:
                 self.wait_event(other, self._event)
 
     def close(self) -> None:
         """Destroy the event."""
-        self._cuda.destroy_event(self._event)
+        self._runtime.destroy_event(self._event)
 
 
 def other_streams(calls: Iterable[Call], stream: int) -> list[int]:

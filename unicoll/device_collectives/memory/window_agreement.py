@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from nccl_comm.communicators.agreement import Purpose, gather_and_decide
 from unicoll.backend import Context
+from unicoll.device_collectives.communicators.agreement import Purpose, gather_and_decide
 from unicoll.errors import DistArgumentError
 
 
@@ -48,9 +48,9 @@ def agree_on_windows(
 
     Raises:
         DistArgumentError: calls or extents differ between the members.
-        OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.gather_and_decide`.
+        OperationTimeoutError, RankLostError: as :func:`.agreement.gather_and_decide`.
     """
-    prefix, previous = (f"nccl/{context.name}/window/{n}" for n in (number, number - 1))
+    prefix, previous = (f"{context.backend}/{context.name}/window/{n}" for n in (number, number - 1))
     freed, failed = gather_and_decide(
         context,
         prefix,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.in_flight import InFlight
-from nccl_comm.memory.one_sided import check_put, no_window
-from nccl_comm.memory.registered_memory import Region, RegisteredMemory
-from nccl_comm.memory.symmetric import DeviceArray, SymmetricMemory
-from nccl_comm.memory.window_agreement import Extent
 from unicoll.arrays.types import DType
 from unicoll.backend import OneSidedCall
+from unicoll.device_collectives.communicators.communicator import Communicator
+from unicoll.device_collectives.in_flight import InFlight
+from unicoll.device_collectives.memory.one_sided import check_put, no_window
+from unicoll.device_collectives.memory.registered_memory import Region, RegisteredMemory
+from unicoll.device_collectives.memory.symmetric import DeviceArray, SymmetricMemory
+from unicoll.device_collectives.memory.window_agreement import Extent
 from unicoll.errors import DistArgumentError
 
 _ALIGNMENT = 4096
@@ -63,7 +63,7 @@ class GroupMemory:
         Raises:
             DistArgumentError: the memory of a symmetric window is in another one, or at another offset on other ranks.
         """
-        symmetric = symmetric and self._comm.nccl.has("ncclCommWindowRegister")
+        symmetric = symmetric and self._comm.library.has("window_register")
         if symmetric:
             self._agree(regions, deadline)
         registered = RegisteredMemory(self._comm, memory, regions, symmetric, deadline, close)
@@ -78,7 +78,7 @@ class GroupMemory:
             self._registered.remove(registered)
 
     def prepare_one_sided(self, call: OneSidedCall) -> None:
-        """Set the NCCL window of a put; DistArgumentError if the put does not fit in it, or there was no window."""
+        """Set the window of a put; DistArgumentError if the put does not fit in it, or there was no window."""
         if not self._had_window:
             raise no_window(call, self._comm.context.name)
         if call.op.name != "put":
@@ -88,15 +88,15 @@ class GroupMemory:
         check_put(call, target, [region for region, _ in windows.values()])
 
     def _windows(self) -> dict[int, tuple[Region, int]]:
-        """By ``id`` of the user's object: the memory of a symmetric window, and NCCL's handle."""
+        """By ``id`` of the user's object: the memory of a symmetric window, and the library's handle."""
         found = {id(r): (r.regions[0], r.single_window()) for r in self._registered}
         for array in self._symmetric.arrays:
             found[id(array)] = Region(array.device, array.ptr, array.nbytes), array.window
         return {key: (region, window) for key, (region, window) in found.items() if window}
 
     def _agree(self, regions: list[Region], deadline: float) -> None:
-        """Refuse what NCCL would refuse, or misplace, on all ranks."""
-        extents = [Extent(r.nbytes, r.ptr - self._comm.cuda.allocation(r.ptr)) for r in regions]
+        """Refuse what the library would refuse, or misplace, on all ranks."""
+        extents = [Extent(r.nbytes, r.ptr - self._comm.runtime.allocation(r.ptr)) for r in regions]
         failure = self._overlap(regions) or _misaligned(extents)
         failed = self._symmetric.agree("register", extents, failure, deadline)
         if failed:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.library.structs import version_text
 from unicoll.arrays.conversion import as_buffer
 from unicoll.backend import Registration
+from unicoll.device_collectives.communicators.communicator import Communicator
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistTypeError
 
 
@@ -40,7 +39,7 @@ def regions_of(memory: Any) -> list[Region]:
         )
     else:
         buffer = as_buffer(memory, "register")
-        if buffer.device.type != "cuda":
+        if buffer.device.type == "cpu":
             raise DistArgumentError(f"register: {buffer} is not on a GPU", op="register")
         if buffer.unpack is not None:
             raise DistArgumentError(f"register: {buffer} is not contiguous", op="register")
@@ -57,12 +56,12 @@ class RegisteredMemory(Registration):
 
     Args:
         memory: the user's array or pool, kept alive until the end.
-        symmetric: whether windows are wanted; this NCCL has them.
+        symmetric: whether windows are wanted; the library has them.
         release: called with this registration by :meth:`close`.
 
     Raises:
-        BackendUnavailableError: this NCCL registers no memory (before 2.19).
-        DistError: NCCL has refused the memory.
+        BackendUnavailableError: the library registers no memory (NCCL before 2.19).
+        DistError: the library has refused the memory.
     """
 
     def __init__(
@@ -74,10 +73,10 @@ class RegisteredMemory(Registration):
         deadline: float,
         release: Callable[[RegisteredMemory], None],
     ) -> None:
-        nccl = communicator.nccl
-        if not nccl.has("ncclCommRegister"):
+        library = communicator.library
+        if not library.has("comm_register"):
             raise BackendUnavailableError(
-                f"register: memory registration needs NCCL 2.19; this is {version_text(nccl.version)}"
+                f"register: memory registration needs {library.needed('comm_register')}"
             )
         self.memory = memory
         self.regions = regions
@@ -89,19 +88,20 @@ class RegisteredMemory(Registration):
             for region in regions:
                 window = communicator.register_window(region.ptr, region.nbytes, deadline) if symmetric else 0
                 if window:
-                    self._handles.append((nccl.window_deregister, window))
+                    self._handles.append((library.window_deregister, window))
                     self.windows.append(window)
                 else:  # NCCL gives no window if it has no use for one: on all ranks or on none
-                    self._handles.append((nccl.comm_deregister, self._buffer(region)))
+                    self._handles.append((library.comm_deregister, self._buffer(region)))
         except BaseException:
             self.deregister()
             raise
 
     def _buffer(self, region: Region) -> int:
         comm = self._communicator
-        code, handle = comm.nccl.comm_register(comm.handle, region.ptr, region.nbytes)
+        code, handle = comm.library.comm_register(comm.handle, region.ptr, region.nbytes)
         if code:
-            raise comm.error(code, f"ncclCommRegister of {region.nbytes} bytes", None)
+            what = f"{comm.library.symbol('comm_register')} of {region.nbytes} bytes"
+            raise comm.error(code, what, None)
         return handle
 
     @property
@@ -113,7 +113,7 @@ class RegisteredMemory(Registration):
         return len(self.windows) == len(self.regions)
 
     def single_window(self) -> int:
-        """NCCL's handle of the window; 0 if there is none, or several."""
+        """The library's handle of the window; 0 if there is none, or several."""
         return self.windows[0] if self.symmetric and not self.closed and len(self.windows) == 1 else 0
 
     @property
@@ -134,5 +134,5 @@ class RegisteredMemory(Registration):
 
     def __repr__(self) -> str:
         kind = "symmetric window" if self.symmetric else "registered"
-        device = self._communicator.device
-        return f"<Registration of {self.nbytes} bytes on cuda:{device}, {'closed' if self.closed else kind}>"
+        place = f"{self._communicator.runtime.device_type}:{self._communicator.device}"
+        return f"<Registration of {self.nbytes} bytes on {place}, {'closed' if self.closed else kind}>"

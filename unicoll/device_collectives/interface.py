@@ -1,22 +1,21 @@
-"""The interface between the backend and NCCL, implemented by the ctypes layer and by the simulated NCCL of the tests.
+"""The interface of a library with NCCL's API, as NCCL, RCCL and oneCCL are.
 
-The functions do what the NCCL user guide says. Every function returns NCCL's result code (0 is success, 7 "in progress"
-on a non-blocking communicator); functions that create something return it along with the code. Pointers, communicators,
-streams and windows are plain integers.
+The functions do what the NCCL user guide says. Every function returns the library's result code: 0 is success, and
+:attr:`CollectiveLibrary.in_progress` is returned on a non-blocking communicator. Functions that create something return
+it along with the code. Pointers, communicators, streams and windows are plain integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from unicoll.arrays.types import DType, Reduction
 from unicoll.backend.options import CallOptions
+from unicoll.errors import DistError
 
-SUCCESS, IN_PROGRESS = 0, 7
-PEER_ERRORS = (2, 3, 6)
-"""Codes that the death of another rank may cause: system, internal and remote errors."""
-UNIQUE_ID_BYTES = 128
+SUCCESS = 0
 SUM, PROD, MAX, MIN, AVG = range(5)
 
 DATA_TYPES = {
@@ -33,20 +32,50 @@ DATA_TYPES = {
     "float8_e4m3fn": 10,
     "float8_e5m2": 11,
 }
-"""ncclDataType_t of unicoll's element types; other types are moved as bytes. The last two need NCCL 2.24."""
+"""ncclDataType_t of unicoll's element types; other types are moved as bytes.
+
+All libraries have these numbers, and those of the reductions. The last two types need NCCL 2.24.
+"""
+
+
+class ResultCode(NamedTuple):
+    """A result code: its name, the class of its exception, and its meaning."""
+
+    name: str
+    error: type[DistError]
+    meaning: str
+
+
+class NativeReduction(NamedTuple):
+    """A reduction of one element type as a library computes it.
+
+    Attributes:
+        type: ncclDataType_t.
+        op: ncclRedOp_t; negative if one has to be created with a factor.
+        parts: elements of ``type`` per element.
+    """
+
+    type: int
+    op: int
+    parts: int
+
+    @property
+    def has_factor(self) -> bool:
+        """True if the operation has to be created with a factor."""
+        return self.op < 0
 
 
 @dataclass(frozen=True)
 class Config:
-    """Options of a communicator (``ncclConfig_t``); None leaves the choice to NCCL and its environment.
+    """Options of a communicator (``ncclConfig_t``); None leaves the choice to the library and its environment.
 
     Attributes:
-        blocking: whether calls return only when they are done. Otherwise NCCL starts a thread for every group.
+        blocking: whether calls return only when they are done. Otherwise the library starts a thread for every group.
         cga_cluster_size, min_ctas, max_ctas: sizes and numbers of thread blocks of its kernels.
         net_name: name of the network plug-in.
         split_share: whether communicators split from this one share its resources.
-        traffic_class: traffic class of InfiniBand or RoCE (from 2.26).
-        comm_name: name for NCCL's logs (from 2.27).
+        traffic_class: traffic class of InfiniBand or RoCE (NCCL from 2.26).
+        comm_name: name for the library's logs (NCCL from 2.27).
     """
 
     blocking: bool = True
@@ -60,7 +89,7 @@ class Config:
 
 
 class HandleSlot(Protocol):
-    """The memory to which NCCL writes the handle of a new communicator or window (``ctypes.c_void_p`` is one).
+    """The memory to which the library writes the handle of a new communicator or window (``ctypes.c_void_p`` is one).
 
     NCCL writes from a thread of its own until the communicator that makes the new one (for a first one, itself) is no
     longer "in progress": the caller keeps the slot until then.
@@ -71,10 +100,6 @@ class HandleSlot(Protocol):
 
 class Operations(Protocol):
     """The functions that put work on a stream; counts are in elements of ``dtype``."""
-
-    @property
-    def version(self) -> int:
-        """NCCL's version number: 23007 is 2.30.7."""
 
     def all_reduce(
         self, send: int, recv: int, count: int, dtype: int, op: int, comm: int, stream: int
@@ -96,9 +121,9 @@ class Operations(Protocol):
     def send(self, send: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int: ...
     def recv(self, recv: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int: ...
     def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int) -> int:
-        """From 2.28; ``count`` elements are sent by each rank to each."""
+        """NCCL from 2.28; ``count`` elements are sent by each rank to each."""
 
-    # --- one-sided; from 2.29, all of them or none ---
+    # --- one-sided; NCCL from 2.29, all of them or none ---
 
     def put_signal(
         self,
@@ -123,18 +148,80 @@ class Operations(Protocol):
         """How many signals to wait for, by peer."""
 
 
-class Nccl(Operations, Protocol):
-    """One NCCL library."""
+class CollectiveLibrary(Operations, Protocol):
+    """One loaded library.
+
+    Attributes:
+        name: for messages: ``"NCCL"``.
+        codes: its result codes.
+        in_progress: the code of what a non-blocking communicator has not finished.
+        peer_errors: codes that the death of another rank may cause.
+        log_hint: how to have the library log more.
+        full_capability: the least compute capability of devices on which it does all of its reductions.
+    """
+
+    name: str
+    codes: Mapping[int, ResultCode]
+    in_progress: int
+    peer_errors: Collection[int]
+    log_hint: str
+    full_capability: tuple[int, int]
+
+    @property
+    def version_text(self) -> str:
+        """``"2.30.7"``."""
 
     @property
     def path(self) -> str:
         """The file that it was loaded from."""
 
-    def has(self, function: str) -> bool:
-        """True if the library exports a function, for example ``"ncclCommShrink"``."""
+    @property
+    def scales_one_rank(self) -> bool:
+        """True if a reduction with a factor in a group of one rank multiplies all elements."""
+
+    @property
+    def sets_up_one_sided(self) -> bool:
+        """True if it sets one-sided operations up with a communicator's first window."""
+
+    def has(self, method: str) -> bool:
+        """True if the library has the function of a method, for example ``"comm_shrink"``.
+
+        ``"comm_init_scalable"`` is :meth:`comm_init` with several ids.
+        """
+
+    def symbol(self, method: str) -> str:
+        """The library's name of a method's function: ``"ncclCommShrink"``."""
+
+    def needed(self, method: str) -> str:
+        """What a method needs that the library lacks, for errors: ``"NCCL 2.27; this is 2.20.5"``."""
+
+    def reduction(
+        self, dtype: DType, reduction: Reduction, capability: tuple[int, int] | None = None
+    ) -> NativeReduction | None:
+        """A reduction as the library computes it, or None if it does not.
+
+        Args:
+            capability: the least compute capability of the devices; None for :attr:`full_capability`.
+        """
+
+    def may_share_device(self) -> bool:
+        """True if the user allows several ranks on one device, for tests."""
+
+    def ranks_per_id(self) -> int:
+        """Ranks that connect with one id, if the library takes several ids."""
+
+    def host_id(self) -> str:
+        """The name that the user has given to this host for the library, or ""."""
+
+    def connection_hint(self, addresses: Sequence[str]) -> str:
+        """Why ranks may not connect to each other, for a warning.
+
+        Args:
+            addresses: on which unicoll listens.
+        """
 
     def last_error(self, comm: int = 0) -> str:
-        """NCCL's text for the last error of this process, or of a communicator."""
+        """The library's text for the last error of this process, or of a communicator."""
 
     # --- communicators ---
 
@@ -150,9 +237,9 @@ class Nccl(Operations, Protocol):
         config: Config,
         slot: HandleSlot | None = None,
     ) -> tuple[int, HandleSlot]:
-        """A communicator on the current device; several ids need 2.23.
+        """A communicator on the current device; several ids need NCCL 2.23.
 
-        Its handle is written to ``slot``, or to a new one, before NCCL waits for the other ranks.
+        Its handle is written to ``slot``, or to a new one, before the library waits for the other ranks.
         """
 
     def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, HandleSlot]:
@@ -169,7 +256,7 @@ class Nccl(Operations, Protocol):
         first."""
 
     def comm_unique_id(self, comm: int) -> tuple[int, bytes]:
-        """An id for one :meth:`comm_grow` of a communicator that has no work; one of its ranks makes it. From 2.29."""
+        """An id for one :meth:`comm_grow` of a communicator that has no work; one of its ranks makes it."""
 
     def comm_grow(
         self,
@@ -201,7 +288,7 @@ class Nccl(Operations, Protocol):
     def group_start(self) -> int: ...
     def group_end(self) -> int: ...
     def with_options(self, options: CallOptions) -> Operations:
-        """The operations with options, which the collectives pass to NCCL in each call; from 2.31. May be reused."""
+        """The operations with options, which the collectives pass on in each call; NCCL from 2.31. May be reused."""
 
     def premul_sum(self, factor: bytes, dtype: int, comm: int) -> tuple[int, int]:
         """ncclRedOpCreatePreMulSum with a factor in host memory, as the bytes of one element."""
@@ -217,6 +304,11 @@ class Nccl(Operations, Protocol):
 
     def window_deregister(self, comm: int, window: int) -> int: ...
     def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:
-        """Register memory on this rank alone; from 2.19. The handle is 0 if NCCL has no use for it."""
+        """Register memory on this rank alone. The handle is 0 if the library has no use for it."""
 
     def comm_deregister(self, comm: int, handle: int) -> int: ...
+
+
+def describe(library: CollectiveLibrary) -> str:
+    """Version and path for messages: ``NCCL 2.27.5 (/path/libnccl.so.2)``."""
+    return f"{library.name} {library.version_text} ({library.path})"

@@ -1,25 +1,25 @@
 """Agreement on how the members of a group make a larger or smaller one.
 
-A group grows by what is equal on all of its members: whether they have connected, and whether NCCL can grow a
-communicator (from 2.29). The new ranks cannot know; rank 0 announces the decision through the store. After a failure
-the members may differ, so those that remain exchange what each can do before they shrink the group.
+A group grows by what is equal on all of its members: whether they have connected, and whether the library can grow a
+communicator (NCCL from 2.29). The new ranks cannot know; rank 0 announces the decision through the store. After a
+failure the members may differ, so those that remain exchange what each can do before they shrink the group.
 """
 
 from __future__ import annotations
 
 import json
 
-from nccl_comm.communicators.agreement import Purpose, await_keys, gather_and_decide
-from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.communicators.devices import bound_device
-from nccl_comm.communicators.unique_id import STARTING
-from nccl_comm.library.interface import SUCCESS
-from unicoll.arrays.cuda import Cuda
+from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.backend import Context
+from unicoll.device_collectives.communicators.agreement import Purpose, await_keys, gather_and_decide
+from unicoll.device_collectives.communicators.communicator import Communicator
+from unicoll.device_collectives.communicators.devices import bound_device
+from unicoll.device_collectives.communicators.unique_id import starting
+from unicoll.device_collectives.interface import SUCCESS, CollectiveLibrary
 from unicoll.errors import DistArgumentError
 
 RESIZE, RECONNECT, LAZY = "resize", "reconnect", "lazy"
-"""NCCL grows or shrinks the communicator; all ranks make a new one, since NCCL cannot; all do so at the first
+"""The library grows or shrinks the communicator; all ranks make a new one, since it cannot; all do so at the first
 operation."""
 _SHRINKING = Purpose("shrinking", "shrink the group")
 
@@ -29,20 +29,20 @@ def decide_growth(context: Context, parent: Communicator | None) -> str:
     if parent is None:
         decision = LAZY
     else:
-        decision = RESIZE if parent.nccl.has("ncclCommGrow") else RECONNECT
+        decision = RESIZE if parent.library.has("comm_grow") else RECONNECT
     if context.rank == 0:
         context.job.store.set(_key(context), json.dumps(decision))
     return decision
 
 
-def await_growth(context: Context, deadline: float) -> str:
+def await_growth(context: Context, library: CollectiveLibrary, deadline: float) -> str:
     """The members' decision, on a new rank.
 
     Raises:
-        OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.gather_and_decide`.
+        OperationTimeoutError, RankLostError: as :func:`.agreement.gather_and_decide`.
     """
     key = _key(context)
-    await_keys(context, [key], STARTING, deadline, {key: 0})
+    await_keys(context, [key], starting(library), deadline, {key: 0})
     decision: str = json.loads(context.job.store.get(key))
     return decision
 
@@ -53,13 +53,13 @@ def decide_shrink(context: Context, parent: Communicator | None, deadline: float
     NCCL does not shrink a communicator that has an error, and the error may be on some of its ranks only.
 
     Raises:
-        OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.gather_and_decide`.
+        OperationTimeoutError, RankLostError: as :func:`.agreement.gather_and_decide`.
     """
     if parent is None:
         own = LAZY
     else:
-        own = RESIZE if parent.nccl.has("ncclCommShrink") and parent.state() == SUCCESS else RECONNECT
-    prefix = f"nccl/{context.name}/shrink"
+        own = RESIZE if parent.library.has("comm_shrink") and parent.state() == SUCCESS else RECONNECT
+    prefix = f"{context.backend}/{context.name}/shrink"
     decision: str = gather_and_decide(context, prefix, {"can": own}, _SHRINKING, deadline, _weakest)
     return decision
 
@@ -70,13 +70,13 @@ def _weakest(facts: list[dict[str, str]]) -> str:
 
 
 def _key(context: Context) -> str:
-    return f"nccl/{context.name}/announced"
+    return f"{context.backend}/{context.name}/announced"
 
 
-def device_of_new_rank(context: Context, cuda: Cuda) -> int:
+def device_of_new_rank(context: Context, runtime: DeviceRuntime) -> int:
     """The device of a new rank, which connects before it has an array."""
-    bound = bound_device(context, cuda, context.explicit)
-    device = cuda.current_device() if bound is None else bound
+    bound = bound_device(context, runtime, context.explicit)
+    device = runtime.current_device() if bound is None else bound
     if device < 0:
         raise DistArgumentError(
             "grow_group: this rank's device is not known: give device_id=, or choose one first"

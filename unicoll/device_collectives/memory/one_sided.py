@@ -1,4 +1,4 @@
-"""One-sided operations as calls of NCCL, and the checks before them."""
+"""One-sided operations as calls of the library, and the checks before them."""
 
 from __future__ import annotations
 
@@ -7,38 +7,35 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from nccl_comm.communicators.communicator import AnyCommunicator, Communicator
-from nccl_comm.library.interface import Nccl
-from nccl_comm.library.structs import version_text
-from nccl_comm.library.types import BYTES
-from nccl_comm.memory.registered_memory import Region
 from unicoll.backend import Call, OneSidedCall
+from unicoll.device_collectives.communicators.communicator import AnyCommunicator, Communicator
+from unicoll.device_collectives.interface import CollectiveLibrary
+from unicoll.device_collectives.memory.registered_memory import Region
+from unicoll.device_collectives.reductions import BYTES
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 
 _SIGNAL_INDEX = _CONTEXT = 0
 """NCCL has one of each so far."""
 _NO_FLAGS = 0
-_SET_UP_BY_WINDOWS = 23100
-"""The first version that sets one-sided operations up with a communicator's first window."""
 _UNSUPPORTED = (4, 5)
 """Codes for devices without a suitable transport, and for drivers before CUDA 12.5."""
 
 
-def check_one_sided(call: Call, nccl: Nccl) -> None:
-    """Raise BackendUnavailableError if NCCL is too old, DistArgumentError if the call's array is not on a GPU."""
-    if not nccl.has("ncclPutSignal"):
+def check_one_sided(call: Call, library: CollectiveLibrary) -> None:
+    """Raise BackendUnavailableError if the library cannot, DistArgumentError if the call's array is not on a GPU."""
+    if not library.has("put_signal"):
         raise BackendUnavailableError(
-            f"{call.op.name}: one-sided operations need NCCL 2.29; this is {version_text(nccl.version)}",
+            f"{call.op.name}: one-sided operations need {library.needed('put_signal')}",
             op=call.op.name,
         )
-    if call.inputs[0].device.type != "cuda":
+    if call.inputs[0].device.type == "cpu":
         raise DistArgumentError(f"{call.op.name}: {call.inputs[0]} is not on a GPU", op=call.op.name)
 
 
 def no_window(call: Call, group: str) -> DistArgumentError:
     """The error of a call in a group that has had no symmetric window."""
     return DistArgumentError(
-        f"{call.op.name}: group {group!r} has had no symmetric window yet; NCCL needs one for one-sided operations:"
+        f"{call.op.name}: group {group!r} has had no symmetric window yet; one-sided operations need one:"
         " call symmetric_empty() or register(symmetric=True) on all ranks first",
         op=call.op.name,
     )
@@ -56,15 +53,15 @@ def set_up(
     Args:
         lock: held by a thread that issues operations on the device.
     """
-    nccl, what = comm.nccl, "setting one-sided operations up"
-    if not nccl.has("ncclSignal") or nccl.version >= _SET_UP_BY_WINDOWS or not blocking:
+    library, what = comm.library, "setting one-sided operations up"
+    if not library.has("signal") or library.sets_up_one_sided or not blocking:
         return
-    signal = partial(nccl.signal, comm.rank, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, comm.handle, stream)
+    signal = partial(library.signal, comm.rank, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, comm.handle, stream)
     with lock:
         code = comm.on_thread(signal, what, deadline)
         if code not in _UNSUPPORTED:
             comm.await_completion(code, what, deadline)
-            comm.await_completion(nccl.wait_signal([(comm.rank, 1)], comm.handle, stream), what, deadline)
+            comm.await_completion(library.wait_signal([(comm.rank, 1)], comm.handle, stream), what, deadline)
 
 
 def check_put(call: OneSidedCall, target: Region | None, windows: list[Region]) -> None:
@@ -100,7 +97,7 @@ def _put(c: AnyCommunicator, call: Call, stream: int) -> int:
     if not source.count:
         return _signal(c, call, stream)
     offset = call.offset * source.dtype.itemsize
-    return c.nccl.put_signal(
+    return c.library.put_signal(
         source.ptr,
         source.nbytes,
         BYTES,
@@ -118,12 +115,12 @@ def _put(c: AnyCommunicator, call: Call, stream: int) -> int:
 def _signal(c: AnyCommunicator, call: Call, stream: int) -> int:
     assert isinstance(call, OneSidedCall)
     (peer,) = call.signals
-    return c.nccl.signal(peer, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, c.handle, stream)
+    return c.library.signal(peer, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, c.handle, stream)
 
 
 def _wait_signal(c: AnyCommunicator, call: Call, stream: int) -> int:
     assert isinstance(call, OneSidedCall)
-    return c.nccl.wait_signal(tuple(call.signals.items()), c.handle, stream)
+    return c.library.wait_signal(tuple(call.signals.items()), c.handle, stream)
 
 
 ONE_SIDED: dict[str, Callable[[AnyCommunicator, Call, int], int]] = {

@@ -6,43 +6,45 @@ import os
 import re
 from typing import Any
 
-from unicoll.arrays.cuda import Cuda
+from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.backend import Context
 from unicoll.errors import DistArgumentError
 
 
-def index_of(device: Any) -> int:
+def index_of(device: Any, runtime: DeviceRuntime) -> int:
     """The ordinal of a user's ``device_id``: 1, ``"cuda:1"``, or a device of torch, CuPy or unicoll.
 
     Raises:
-        DistArgumentError: ``device_id`` is not a CUDA device with a number.
+        DistArgumentError: ``device_id`` is not a device of the runtime with a number.
     """
-    kind = getattr(device, "type", "cuda")
+    wanted = runtime.device_type
+    kind = getattr(device, "type", wanted)
     found = getattr(device, "index", None) if hasattr(device, "type") else getattr(device, "id", device)
     if isinstance(found, str):
-        match = re.fullmatch(r"(?:cuda:)?(\d+)", found)
+        match = re.fullmatch(rf"(?:{wanted}:)?(\d+)", found)
         found = int(match[1]) if match else None
-    if kind != "cuda" or isinstance(found, bool) or not isinstance(found, int) or found < 0:
-        raise DistArgumentError(f"device_id: {device!r} is not a CUDA device with a number")
+    if kind != wanted or isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise DistArgumentError(f"device_id: {device!r} is not a {runtime.name} device with a number")
     return found
 
 
-def bound_device(context: Context, cuda: Cuda, explicit: bool) -> int | None:
+def bound_device(context: Context, runtime: DeviceRuntime, explicit: bool) -> int | None:
     """The device of a group before its first array: ``device_id``, else the launcher's local rank, else None.
 
     Args:
-        explicit: whether the user chose NCCL by name; the local rank counts only then.
+        explicit: whether the user chose the backend by name; the local rank counts only then.
 
     Raises:
         DistArgumentError: there is no such device.
     """
-    count = cuda.device_count()
+    count = runtime.device_count()
     if context.device is not None:
-        index = index_of(context.device)
+        index = index_of(context.device, runtime)
         if index >= count:
+            visible = runtime.visible_devices
             raise DistArgumentError(
-                f"device_id: this process sees {count} CUDA devices, there is no cuda:{index}"
-                f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+                f"device_id: this process sees {count} {runtime.name} devices, there is no"
+                f" {runtime.device_type}:{index} ({visible}={os.environ.get(visible, 'not set')})"
             )
         return index
     local = context.job.local_rank

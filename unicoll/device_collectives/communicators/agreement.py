@@ -22,7 +22,7 @@ _KINDS: dict[str, type[DistError]] = {"argument": DistArgumentError, "timeout": 
 """Errors that keep their class on the other ranks; the rest become DistBackendError."""
 _CHECK_PERIOD_S = 1.0
 WARNING_S = 20.0
-"""How long a rank waits for the others, or for NCCL to connect to them, before it logs a warning."""
+"""How long a rank waits for the others, or for the library to connect to them, before it logs a warning."""
 
 
 class Purpose(NamedTuple):
@@ -108,7 +108,7 @@ def await_keys(
             pass
         if time.monotonic() >= warn_at:
             warn_at = deadline + _CHECK_PERIOD_S  # once
-            logs.logger("nccl").warning(
+            logs.logger(context.backend).warning(
                 "group %r waits for all its members to %s; missing: %s%s",
                 context.name,
                 purpose.to_do,

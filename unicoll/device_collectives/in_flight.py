@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 
-from nccl_comm.stream_order import StreamOrder
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.cuda import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, Cuda, backoff
+from unicoll.arrays.device_runtime import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, DeviceRuntime, backoff
 from unicoll.backend import Call, flight_recorder
 from unicoll.backend.flight_recorder import PendingEntry
 from unicoll.backend.group_state import GroupState
+from unicoll.device_collectives.stream_order import StreamOrder
 
 _FINISH_LOCK = threading.RLock()
 """Held for a moment while an operation ends or gets a callback. Reentrant: the garbage collector may run in between and
@@ -31,8 +31,8 @@ _TOGETHER = 64
 class EventPool:
     """Events of one device for reuse: creating an event costs more than recording it."""
 
-    def __init__(self, cuda: Cuda, device: int) -> None:
-        self._cuda = cuda
+    def __init__(self, runtime: DeviceRuntime, device: int) -> None:
+        self._runtime = runtime
         self._device = device
         self._free: list[int] = []
         self._free_timing: list[int] = []
@@ -44,7 +44,7 @@ class EventPool:
         try:
             return (self._free_timing if timing else self._free).pop()
         except IndexError:
-            event = self._cuda.create_event(self._device, timing)
+            event = self._runtime.create_event(self._device, timing)
             self._all.append(event)
             if timing:
                 self._timing.add(event)
@@ -59,7 +59,7 @@ class EventPool:
         events, self._all, self._free, self._free_timing = self._all, [], [], []
         self._timing.clear()
         for event in events:
-            self._cuda.destroy_event(event)
+            self._runtime.destroy_event(event)
 
 
 class PendingWork:
@@ -180,14 +180,14 @@ class InFlight:
 
     Attributes:
         operations: in the order of posting; the watchdog alone removes those that have ended.
-        issuing: the call with which a thread is in NCCL, and its deadline, or None.
+        issuing: the call with which a thread is in the library, and its deadline, or None.
         last: the last operation posted, or None.
         recorded: True if graphs have operations of the group.
     """
 
     def __init__(
         self,
-        cuda: Cuda,
+        runtime: DeviceRuntime,
         device: int,
         stream: int,
         state: GroupState,
@@ -200,10 +200,10 @@ class InFlight:
         self.recorded = False
         self.streams = streams
         self.sweep_often = sweep_often
-        self._cuda = cuda
+        self._runtime = runtime
         self._stream = stream
         self._state = state
-        self._events = EventPool(cuda, device)
+        self._events = EventPool(runtime, device)
         self._retained: deque[tuple[int, float, tuple[Call, ...]]] = deque()
         self._measure_lock = threading.Lock()
 
@@ -214,7 +214,7 @@ class InFlight:
         if not call.timed:
             return 0
         start = self._events.take(timing=True)
-        self._cuda.record(start, self._stream)
+        self._runtime.record(start, self._stream)
         return start
 
     def add(
@@ -222,7 +222,7 @@ class InFlight:
     ) -> PendingWork:
         """Record an event behind what was just put on ``stream``, and keep the arrays until it is done."""
         event = self._events.take(timing=start != 0)
-        self._cuda.record(event, stream)
+        self._runtime.record(event, stream)
         self.last = work = PendingWork(calls, event, stream, current, captured, start)
         if captured:
             self.recorded = True
@@ -233,10 +233,10 @@ class InFlight:
     def retain(self, calls: tuple[Call, ...], stream: int) -> None:
         """Keep the arrays until all work now on ``stream`` is done; not under capture: the user keeps a graph's."""
         with self.streams.device_context(stream):
-            if stream > LEGACY_STREAM and self._cuda.capturing(stream):
+            if stream > LEGACY_STREAM and self._runtime.capturing(stream):
                 return
             event = self._events.take()
-            self._cuda.record(event, stream)
+            self._runtime.record(event, stream)
         self._retained.append((event, time.monotonic() + calls[0].timeout, calls))
 
     # --- ends ---------------------------------------------------------------------------------------------------
@@ -246,9 +246,9 @@ class InFlight:
         if work.done:
             return True
         if work.captured:
-            ended = self._state.closed or not self._cuda.capturing(self._stream)
+            ended = self._state.closed or not self._runtime.capturing(self._stream)
         else:
-            ended = self._cuda.event_done(work.event)
+            ended = self._runtime.event_done(work.event)
         if ended:
             self._end(work)
         return work.done
@@ -263,7 +263,7 @@ class InFlight:
         """Set the duration, once: the events are reused afterwards."""
         with self._measure_lock:
             if not work.done and work.seconds is None:
-                work.seconds = self._cuda.elapsed(work.start, work.event)
+                work.seconds = self._runtime.elapsed(work.start, work.event)
 
     def reap(self) -> list[tuple[Call, ...]]:
         """Remove the operations that have ended; on the watchdog's thread.
@@ -282,7 +282,7 @@ class InFlight:
                 self._events.release(work.event)
                 if work.start:
                     self._events.release(work.start)
-        while retained and self._cuda.event_done(retained[0][0]):
+        while retained and self._runtime.event_done(retained[0][0]):
             event, _, calls = retained.popleft()
             self._events.release(event)
             dropped.append(calls)
@@ -301,7 +301,7 @@ class InFlight:
         return list(takewhile(lambda work: work.runs_on == stream, list(islice(self.operations, _TOGETHER))))
 
     def _has_ended(self, work: PendingWork) -> bool:
-        return work.done or self._cuda.event_done(work.event)
+        return work.done or self._runtime.event_done(work.event)
 
     @property
     def has_callbacks(self) -> bool:
@@ -326,7 +326,7 @@ class InFlight:
             if self._state.error is not None:
                 break
             ended = self.issuing is None and all(self.is_done(work) for work in list(self.operations))
-            if ended and all(self._cuda.event_done(event) for event, _, _ in list(self._retained)):
+            if ended and all(self._runtime.event_done(event) for event, _, _ in list(self._retained)):
                 return True
             if time.monotonic() >= deadline:
                 break

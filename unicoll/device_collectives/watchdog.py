@@ -1,4 +1,4 @@
-"""The watchdog: one thread per process that sweeps all its NCCL groups, and one that drops their arrays."""
+"""The watchdog: one thread per backend that sweeps all its groups, and one that drops their arrays."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import time
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from unicoll.arrays import cuda
+from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.net import logs
-
-log = logs.logger("nccl")
 
 _PERIOD_S = 0.1
 _PERIOD_WITH_CALLBACKS_S = 2e-4
@@ -28,9 +26,16 @@ class _Watched(Protocol):
 
 
 class Watchdog:
-    """The two threads; they start with the first group and end with :meth:`close`."""
+    """The two threads; they start with the first group and end with :meth:`close`.
 
-    def __init__(self) -> None:
+    Args:
+        backend: name of the groups' backend.
+        runtime: of their devices.
+    """
+
+    def __init__(self, backend: str, runtime: DeviceRuntime) -> None:
+        self._backend = backend
+        self._runtime = runtime
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
         self._sweep_ended = threading.Condition(self._lock)
@@ -46,9 +51,10 @@ class Watchdog:
         with self._lock:
             self._watched.append(group)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="unicoll-nccl-watchdog", daemon=True)
+                name = f"unicoll-{self._backend}"
+                self._thread = threading.Thread(target=self._run, name=f"{name}-watchdog", daemon=True)
                 self._thread.start()
-                self._dropper = threading.Thread(target=self._drop, name="unicoll-nccl-release", daemon=True)
+                self._dropper = threading.Thread(target=self._drop, name=f"{name}-release", daemon=True)
                 self._dropper.start()
 
     def unwatch(self, group: _Watched) -> None:
@@ -85,14 +91,14 @@ class Watchdog:
         try:
             self._serve()
         except BaseException as e:
-            log.exception("the NCCL watchdog ended with an exception")
+            logs.logger(self._backend).exception("the watchdog ended with an exception")
             with self._lock:
                 watched = list(self._watched)
             for group in watched:
                 group.sweep_failed(e)
 
     def _serve(self) -> None:
-        cuda.cuda().ignore_captures()
+        self._runtime.ignore_captures()
         while not self._closing:
             self._wake.clear()
             if self._sweep_all():
@@ -116,7 +122,7 @@ class Watchdog:
         try:
             return group.sweep(now)
         except Exception as e:  # an error in one group does not affect the others
-            log.exception("the NCCL watchdog failed to check a group")
+            logs.logger(self._backend).exception("the watchdog failed to check a group")
             group.sweep_failed(e)
             return False
         finally:

@@ -1,4 +1,4 @@
-"""One NCCL communicator: readiness, errors, deadlines, and teardown in bounded time."""
+"""One communicator: readiness, errors, deadlines, and teardown in bounded time."""
 
 from __future__ import annotations
 
@@ -7,39 +7,36 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
-from nccl_comm.communicators import agreement
-from nccl_comm.communicators.teardown import END_S, TeardownThreads
-from nccl_comm.communicators.unique_id import Origin
-from nccl_comm.library.errors import error_for
-from nccl_comm.library.interface import (
-    IN_PROGRESS,
-    PEER_ERRORS,
-    SUCCESS,
-    Config,
-    HandleSlot,
-    Nccl,
-    Operations,
-)
-from nccl_comm.library.types import factor_bytes
-from nccl_comm.transport_report import connecting, settings
-from unicoll.arrays.cuda import Cuda, backoff
+from unicoll.arrays.device_runtime import DeviceRuntime, backoff
 from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.options import CallOptions
+from unicoll.device_collectives.communicators import agreement
+from unicoll.device_collectives.communicators.teardown import END_S, TeardownThreads
+from unicoll.device_collectives.communicators.unique_id import Origin
+from unicoll.device_collectives.errors import error_for
+from unicoll.device_collectives.interface import (
+    SUCCESS,
+    CollectiveLibrary,
+    Config,
+    HandleSlot,
+    Operations,
+)
+from unicoll.device_collectives.reductions import factor_bytes
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net import logs
-
-log = logs.logger("nccl")
 
 _Result = TypeVar("_Result")
 
 _LOCK_S = 1.0
-"""How long a thread in NCCL may take to leave it before its communicator is revoked or aborted."""
+"""How long a thread in the library may take to leave it before its communicator is revoked or aborted."""
 _CHECK_PERIOD_S = 0.05
 _DEATH_NOTICE_S = 1.0
-"""The longest time from NCCL's error to the control plane's notice of the death of a rank that caused it."""
+"""The longest time from the library's error to the control plane's notice of the death of a rank that caused it."""
+_REDUCTIONS = 512
+"""Kinds of reductions whose expression in the library is kept."""
 _PREMUL_OPS = 64
 """Reduction operations with a factor that are kept."""
 
@@ -48,20 +45,20 @@ class Communicator:
     """A communicator among the members of a group.
 
     The functions that make a communicator wait for the other ranks, so they run on a thread that can be abandoned.
-    While NCCL works on something that it has begun ("in progress", on non-blocking communicators), the methods wait for
-    it until a deadline, or until the group has failed.
+    While the library works on something that it has begun ("in progress", on non-blocking communicators), the methods
+    wait for it until a deadline, or until the group has failed.
 
     Args:
         origin: where the members have exchanged their facts.
-        begin: the function that makes the communicator, from a new slot; returns NCCL's code and the slot of the
-            handle.
-        what: name of NCCL's function, for errors.
+        begin: the function that makes the communicator, from a new slot; returns the library's code and the slot of
+            the handle.
+        what: name of the library's function, for errors.
         check: called while waiting, with the call that waits or None; raises the error that has ended the group.
-        parent: the communicator that NCCL makes this one from, and that is aborted if it does not end that.
+        parent: the communicator that the library makes this one from, and that is aborted if it does not end that.
 
     Attributes:
-        handle: ncclComm_t; 0 once the communicator has ended.
-        teardown_threads: threads for calls of NCCL that may never return.
+        handle: the library's; 0 once the communicator has ended.
+        teardown_threads: threads for calls of the library that may never return.
         scratch: address of device memory for barriers.
     """
 
@@ -69,8 +66,8 @@ class Communicator:
         self,
         context: Context,
         origin: Origin,
-        nccl: Nccl,
-        cuda: Cuda,
+        library: CollectiveLibrary,
+        runtime: DeviceRuntime,
         device: int,
         begin: Callable[[HandleSlot], tuple[int, HandleSlot]],
         what: str,
@@ -80,8 +77,9 @@ class Communicator:
     ) -> None:
         self.context = context
         self.origin = origin
-        self.nccl = nccl
-        self.cuda = cuda
+        self.library = library
+        self._in_progress = library.in_progress
+        self.runtime = runtime
         self.device = device
         self.rank, self.size = context.rank, context.size
         self.scratch = 0
@@ -89,11 +87,16 @@ class Communicator:
         self._returned.set()
         self._left_behind: list[threading.Thread] = []
         self._check = check
-        self.teardown_threads: TeardownThreads = context.job.shared("nccl-teardown", TeardownThreads)
-        self.native_all_to_all = nccl.has("ncclAlltoAll")
+        self._log = logs.logger(context.backend)
+        self.teardown_threads: TeardownThreads = context.job.shared(
+            f"{context.backend}-teardown", partial(TeardownThreads, context.backend, runtime)
+        )
+        self.native_all_to_all = library.has("all_to_all")
+        self.scales_one_rank = library.scales_one_rank
+        self.reduction = lru_cache(_REDUCTIONS)(library.reduction)
         self._premul_ops: dict[tuple[int, bytes], int] = {}
         self._state_lock = threading.Lock()
-        slot = nccl.new_slot()
+        slot = library.new_slot()
         self.handle = 0
         self._warn_at = time.monotonic() + agreement.WARNING_S
         try:
@@ -102,7 +105,7 @@ class Communicator:
             self._abort_start(slot, parent)
             raise
         self.handle = self._slot.value or 0
-        if code not in (SUCCESS, IN_PROGRESS):
+        if code not in (SUCCESS, self._in_progress):
             self.await_death_notice(code, None)
             raise self.error(code, what, None)
         try:
@@ -113,7 +116,7 @@ class Communicator:
         self._warn_at = math.inf
 
     def _abort_start(self, slot: HandleSlot, parent: Communicator | None) -> None:
-        """Have the thread leave NCCL that makes the communicator: NCCL's loops for that use a whole core."""
+        """Have the thread leave the library that makes the communicator: NCCL's loops for that use a whole core."""
         if not self._left_behind:
             return
         if parent is not None and not slot.value:
@@ -137,7 +140,7 @@ class Communicator:
 
         def run() -> None:
             try:
-                self.cuda.set_device(self.device)
+                self.runtime.set_device(self.device)
                 answers.append(begin())
             except BaseException as e:  # raised on the waiting thread
                 errors.append(e)
@@ -160,39 +163,43 @@ class Communicator:
     # --- codes -----------------------------------------------------------------------------------------------------
 
     def error(self, code: int, what: str, call: Call | None) -> DistError:
-        """The exception for one of NCCL's codes."""
+        """The exception for one of the library's codes."""
         op, seq = (call.op.name, call.seq) if call is not None else (None, None)
-        left = operation_errors.first_member_that_left(self.context) if code in PEER_ERRORS else None
+        left = (
+            operation_errors.first_member_that_left(self.context)
+            if code in self.library.peer_errors
+            else None
+        )
         control = self.context.job.control
         departed = control.departed[left] if control is not None and left is not None else ""
-        error = error_for(code, self.nccl, self.handle, what, self.context.name, op, seq, departed)
+        error = error_for(code, self.library, self.handle, what, self.context.name, op, seq, departed)
         if isinstance(error, RankLostError):
             error.rank = left
         return error
 
     def handle_code(self, code: int, call: Call, deadline: float) -> None:
-        """Handle a code other than success: wait while NCCL is in progress, else raise the error."""
+        """Handle a code other than success: wait while the library is in progress, else raise the error."""
         what = call.describe_with_number()
-        if code != IN_PROGRESS:
+        if code != self._in_progress:
             self.await_death_notice(code, call)
             raise self.error(code, what, call)
         self.await_ready(what, deadline, call)
 
     def await_death_notice(self, code: int, call: Call | None) -> None:
-        """Raise the group's error, or that of a member's death, if that caused NCCL's error; else return.
+        """Raise the group's error, or that of a member's death, if that caused the library's error; else return.
 
-        The control plane's notice may come a moment after NCCL's error.
+        The control plane's notice may come a moment after the library's error.
         """
-        until = time.monotonic() + (_DEATH_NOTICE_S if code in PEER_ERRORS else 0.0)
+        until = time.monotonic() + (_DEATH_NOTICE_S if code in self.library.peer_errors else 0.0)
         self._check(call)
         while time.monotonic() < until:
             time.sleep(_CHECK_PERIOD_S)
             self._check(call)
 
     def state(self) -> int:
-        """The communicator's state: one of NCCL's codes."""
+        """The communicator's state: one of the library's codes."""
         with self._state_lock:
-            code, state = self.nccl.comm_state(self.handle) if self.handle else (IN_PROGRESS, 0)
+            code, state = self.library.comm_state(self.handle) if self.handle else (self._in_progress, 0)
         return code or state
 
     def _take_handle(self) -> int:
@@ -202,20 +209,20 @@ class Communicator:
         return handle
 
     def await_completion(self, code: int, what: str, deadline: float) -> None:
-        """Wait while NCCL is in progress with a call; raise its error.
+        """Wait while the library is in progress with a call; raise its error.
 
         Success may mean that, too: some functions of NCCL (split, shrink, windows from 2.28 on) return it for a
         non-blocking communicator though they have only begun.
         """
-        if code not in (SUCCESS, IN_PROGRESS):
+        if code not in (SUCCESS, self._in_progress):
             raise self.error(code, what, None)
         self.await_ready(what, deadline, None)
 
     def await_ready(self, what: str, deadline: float, call: Call | None) -> None:
-        """Wait while NCCL is in progress; raise its error, or the group's."""
+        """Wait while the library is in progress; raise its error, or the group's."""
         for _ in backoff():
             state = self.state()
-            if state != IN_PROGRESS:
+            if state != self._in_progress:
                 break
             self._check(call)
             self._check_deadline(what, deadline, call)
@@ -227,17 +234,17 @@ class Communicator:
         now = time.monotonic()
         if now >= self._warn_at:
             self._warn_at = math.inf
-            log.warning(
-                "group %r: %s has not returned for %g s: NCCL has not connected to all ranks. %s; NCCL_DEBUG=INFO logs"
-                " the addresses",
+            self._log.warning(
+                "group %r: %s has not returned for %g s: %s has not connected to all ranks. %s",
                 self.context.name,
                 what,
                 agreement.WARNING_S,
-                connecting(self.context.job.addresses, settings()),
+                self.library.name,
+                self.library.connection_hint(self.context.job.addresses),
             )
         if now >= deadline:
             raise OperationTimeoutError(
-                f"{what} on group {self.context.name!r}: NCCL had not returned by the deadline",
+                f"{what} on group {self.context.name!r}: {self.library.name} had not returned by the deadline",
                 group=self.context.name,
                 op=call.op.name if call is not None else None,
             )
@@ -246,9 +253,9 @@ class Communicator:
 
     @contextmanager
     def group(self) -> Iterator[list[int]]:
-        """A group call of NCCL: the caller appends its calls' codes to the list, and the group's code comes last."""
+        """A group call: the caller appends its calls' codes to the list, and the group's code comes last."""
         codes: list[int] = []
-        begun = self.nccl.group_start()
+        begun = self.library.group_start()
         if begun:
             codes.append(begun)
             yield codes
@@ -256,7 +263,7 @@ class Communicator:
         try:
             yield codes
         finally:
-            codes.append(self.nccl.group_end())
+            codes.append(self.library.group_end())
 
     def premul_op(self, call: Call, type_code: int) -> int:
         """The reduction operation that multiplies by the call's factor and sums."""
@@ -268,24 +275,24 @@ class Communicator:
             return found
         if len(self._premul_ops) >= _PREMUL_OPS:
             self._destroy_premul_ops()
-        code, op = self.nccl.premul_sum(factor, type_code, self.handle)
+        code, op = self.library.premul_sum(factor, type_code, self.handle)
         if code:
-            raise self.error(code, "ncclRedOpCreatePreMulSum", call)
+            raise self.error(code, self.library.symbol("premul_sum"), call)
         self._premul_ops[(type_code, factor)] = op
         return op
 
     def _destroy_premul_ops(self) -> None:
         ops, self._premul_ops = self._premul_ops, {}
         for op in ops.values():
-            self.nccl.redop_destroy(op, self.handle)
+            self.library.redop_destroy(op, self.handle)
 
     def register_window(self, ptr: int, nbytes: int, deadline: float) -> int:
-        """NCCL's handle of a new symmetric window, which all ranks register; 0 if NCCL has no use for one.
+        """The library's handle of a new symmetric window, which all ranks register; 0 if it has no use for one.
 
-        After an error NCCL may still use the memory: the registration may hang, and is abandoned then.
+        After an error the library may still use the memory: the registration may hang, and is abandoned then.
         """
-        what = f"ncclCommWindowRegister of {nbytes} bytes"
-        begin = partial(self.nccl.window_register, self.handle, ptr, nbytes, True)
+        what = f"{self.library.symbol('window_register')} of {nbytes} bytes"
+        begin = partial(self.library.window_register, self.handle, ptr, nbytes, True)
         code, slot = self.on_thread(begin, what, deadline)
         self.await_completion(code, what, deadline)
         return slot.value or 0
@@ -294,8 +301,8 @@ class Communicator:
 
     def split(self, color: int | None, key: int, config: Config, deadline: float) -> tuple[int, HandleSlot]:
         """Take part in a split, on a thread that may be abandoned; with ``color`` None this rank joins no new group."""
-        made = self.nccl.comm_split(self.handle, color, key, config)
-        return self._await_handle("ncclCommSplit", deadline, made)
+        made = self.library.comm_split(self.handle, color, key, config)
+        return self._await_handle("comm_split", deadline, made)
 
     def shrink(
         self, excluded: list[int], config: Config, deadline: float, check: Callable[[Call | None], None]
@@ -305,23 +312,23 @@ class Communicator:
         ``check`` is that of the new group: this one may have failed, which does not stop the new one.
         """
         self._check = check
-        made = self.nccl.comm_shrink(self.handle, excluded, config, True)
-        return self._await_handle("ncclCommShrink", deadline, made)
+        made = self.library.comm_shrink(self.handle, excluded, config, True)
+        return self._await_handle("comm_shrink", deadline, made)
 
     def _await_handle(
-        self, what: str, deadline: float, made: tuple[int, HandleSlot]
+        self, method: str, deadline: float, made: tuple[int, HandleSlot]
     ) -> tuple[int, HandleSlot]:
         """Wait until this communicator has made another: the new handle may not be there before."""
         code, slot = made
-        if code in (SUCCESS, IN_PROGRESS):
-            self.await_completion(code, what, deadline)
+        if code in (SUCCESS, self._in_progress):
+            self.await_completion(code, self.library.symbol(method), deadline)
             code = SUCCESS
         return code, slot
 
     # --- teardown -------------------------------------------------------------------------------------------------
 
     def finish(self) -> bool:
-        """End the communicator after its operations; all members call this. False if NCCL did not return in time."""
+        """End the communicator after its operations; all members call this. False if it did not return in time."""
         # ncclCommDestroy waits until the ranks of this host have closed their connections to it.
         return self._bounded(
             self._finish, "ending", "the other ranks of this host may not have ended theirs; "
@@ -329,14 +336,15 @@ class Communicator:
 
     def _finish(self) -> None:
         self._destroy_premul_ops()
-        code = self._await_end_of(self.nccl.comm_finalize(self.handle))
-        end = self.nccl.comm_destroy if code == SUCCESS else self.nccl.comm_abort
+        code = self._await_end_of(self.library.comm_finalize(self.handle))
+        end = self.library.comm_destroy if code == SUCCESS else self.library.comm_abort
         end(self._take_handle())
 
     def stop(self, lock: threading.RLock) -> bool:
-        """End all operations, also of a thread in NCCL, which holds ``lock``; False if NCCL did not return in time.
+        """End all operations, also of a thread in the library, which holds ``lock``; False if it did not return in
+        time.
 
-        The communicator stays for :meth:`shrink`, unless this NCCL cannot revoke it (before 2.28.7), or refuses to.
+        The communicator stays for :meth:`shrink`, unless the library cannot revoke it (NCCL before 2.28.7) or refuses.
         """
         return self._bounded(partial(self._stop, lock), "stopping")
 
@@ -358,53 +366,54 @@ class Communicator:
                 lock.release()
 
     def _revoke(self) -> bool:
-        """Stop all operations, and wait until none is on the device; False if this NCCL cannot, or refuses to."""
-        if not self.nccl.has("ncclCommRevoke"):
+        """Stop all operations, and wait until none is on the device; False if the library cannot, or refuses to."""
+        if not self.library.has("comm_revoke"):
             return False
-        return self._await_end_of(self.nccl.comm_revoke(self.handle)) == SUCCESS
+        return self._await_end_of(self.library.comm_revoke(self.handle)) == SUCCESS
 
     def abort(self) -> bool:
-        """End the communicator and its operations; False if NCCL did not return in time."""
+        """End the communicator and its operations; False if the library did not return in time."""
         return self._bounded(partial(self._abort, self._await_threads), "aborting")
 
     def _abort(self, await_threads: Callable[[], object]) -> None:
-        """Abort the communicator, which has the other threads leave NCCL, and free it after ``await_threads``."""
+        """Abort the communicator, which the other threads leave then, and free it after ``await_threads``."""
         if handle := self._take_handle():
-            self.nccl.group_start()
-            self.nccl.comm_abort(handle)  # the memory is freed at the end of the group call
+            self.library.group_start()
+            self.library.comm_abort(handle)  # the memory is freed at the end of the group call
             await_threads()
-            self.nccl.group_end()
+            self.library.group_end()
 
     def _await_threads(self) -> None:
-        """Wait until the threads that were left behind have returned from NCCL."""
+        """Wait until the threads that were left behind have returned from the library."""
         for thread in self._left_behind:
             thread.join()
 
     def _await_end_of(self, code: int) -> int:
-        """The code with which a call of NCCL ends that has returned ``code``."""
+        """The code with which a call of the library ends that has returned ``code``."""
         polls = backoff()
-        while code == IN_PROGRESS:
+        while code == self._in_progress:
             next(polls)
             code = self.state()
         return code
 
     def _bounded(self, function: Callable[[], object], what: str, reason: str = "") -> bool:
-        """Call a function on a thread that may be abandoned, since NCCL can hang; False if it has not returned.
+        """Call a function on a thread that may be abandoned, since the library can hang; False if it has not returned.
 
         The next call waits for its end, and has no effect without it: an abort frees what the thread uses.
         """
 
         def run() -> None:
-            self.cuda.set_device(self.device)
+            self.runtime.set_device(self.device)
             function()
 
         if not self._returned.wait(END_S):
             return False
         self._returned = self.teardown_threads.start(run)
         if not self._returned.wait(END_S):
-            log.error(
-                "%s NCCL's communicator of group %r did not return in %.0f s; %sits thread is abandoned",
+            self._log.error(
+                "%s %s's communicator of group %r did not return in %.0f s; %sits thread is abandoned",
                 what,
+                self.library.name,
                 self.context.name,
                 END_S,
                 reason,
@@ -413,13 +422,13 @@ class Communicator:
 
 
 class CommunicatorWithOptions:
-    """The attributes of a communicator that operations use, with collectives that pass options to NCCL."""
+    """The attributes of a communicator that operations use, with collectives that pass options to the library."""
 
     def __init__(self, comm: Communicator, options: CallOptions) -> None:
         self.rank, self.size, self.handle, self.scratch = comm.rank, comm.size, comm.handle, comm.scratch
-        self.native_all_to_all = comm.native_all_to_all
-        self.premul_op, self.group = comm.premul_op, comm.group
-        self.nccl: Operations = comm.nccl.with_options(options)
+        self.native_all_to_all, self.scales_one_rank = comm.native_all_to_all, comm.scales_one_rank
+        self.premul_op, self.group, self.reduction = comm.premul_op, comm.group, comm.reduction
+        self.library: Operations = comm.library.with_options(options)
 
 
 AnyCommunicator = Communicator | CommunicatorWithOptions

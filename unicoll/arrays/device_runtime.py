@@ -1,15 +1,34 @@
-"""The interface of a CUDA implementation: devices, streams, events, copies and memory."""
+"""The interface of a device runtime: devices, streams, events, copies and memory.
+
+:mod:`unicoll.arrays.cuda` has the runtime of CUDA devices. Handles of streams and events are integers.
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 from unicoll.errors import DistBackendError
 
+LEGACY_STREAM = 1
+"""CUDA's handle of the legacy default stream (``cudaStreamLegacy``); 0 usually means the same stream."""
+PER_THREAD_STREAM = 2
+"""CUDA's handle of the calling thread's default stream (``cudaStreamPerThread``).
 
-class CudaError(DistBackendError):
-    """A CUDA call failed."""
+Handles up to this one denote a default stream of the current device; all others are addresses of streams.
+"""
+
+SPIN_S = 50e-6
+"""Seconds that the host polls a device without sleeping."""
+_MIN_SLEEP_S, _MAX_SLEEP_S = 20e-6, 1e-3
+
+
+class DeviceError(DistBackendError):
+    """A call of a device's runtime failed."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +40,7 @@ class DeviceFacts:
         uuid: globally unique; a MIG instance has its own.
         bus: PCI bus id, ``"0000:3b:00.0"``.
         memory: total memory in bytes.
-        capability: major and minor compute capability.
+        capability: major and minor compute capability; (0, 0) for devices without.
     """
 
     name: str
@@ -31,8 +50,18 @@ class DeviceFacts:
     capability: tuple[int, int]
 
 
-class Cuda(ABC):
-    """The CUDA devices of this process. All methods are thread-safe and raise :class:`CudaError`."""
+class DeviceRuntime(ABC):
+    """The devices of one type in this process. All methods are thread-safe and raise :class:`DeviceError`.
+
+    Attributes:
+        name: for messages: ``"CUDA"``.
+        device_type: the type of the devices' arrays: ``"cuda"``.
+        visible_devices: the environment variable that selects the devices of a process.
+    """
+
+    name: ClassVar[str] = "CUDA"
+    device_type: ClassVar[str] = "cuda"
+    visible_devices: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
 
     @property
     @abstractmethod
@@ -41,7 +70,7 @@ class Cuda(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """Number of devices that the process may use; CUDA_VISIBLE_DEVICES applies."""
+        """Number of devices that the process may use."""
 
     @abstractmethod
     def facts(self, device: int) -> DeviceFacts:
@@ -134,3 +163,40 @@ class Cuda(ABC):
     @abstractmethod
     def device_of(self, ptr: int) -> int:
         """The device that owns an address, -1 for host memory, pinned or not; managed memory has a device."""
+
+
+@contextmanager
+def on_device(runtime: DeviceRuntime, device: int) -> Iterator[None]:
+    """Make a device the thread's current one within the context; afterwards the previous one, or none, is."""
+    before = runtime.current_device()
+    if before == device:
+        yield
+        return
+    runtime.set_device(device)
+    try:
+        yield
+    finally:
+        runtime.set_device(before)
+
+
+def backoff(spin: float = 0.0) -> Iterator[None]:
+    """Paces a polling loop: yields without delay for ``spin`` seconds, then after sleeps of 20 us growing to 1 ms."""
+    until = time.monotonic() + spin
+    yield
+    while time.monotonic() < until:
+        yield
+    sleep = _MIN_SLEEP_S
+    while True:
+        time.sleep(sleep)
+        sleep = min(1.3 * sleep, _MAX_SLEEP_S)
+        yield
+
+
+def await_event(runtime: DeviceRuntime, event: int, deadline: float) -> bool:
+    """Block the host until an event is complete or ``deadline`` (``time.monotonic()``); True if it is complete."""
+    for _ in backoff(SPIN_S):
+        if runtime.event_done(event):
+            return True
+        if time.monotonic() >= deadline:
+            break
+    return runtime.event_done(event)

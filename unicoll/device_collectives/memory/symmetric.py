@@ -1,5 +1,5 @@
-"""Symmetric memory: NCCL allocates it and registers it with a communicator, for its symmetric kernels and zero-copy
-transports."""
+"""Symmetric memory: the library allocates it and registers it with a communicator, for its symmetric kernels and
+zero-copy transports."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from weakref import WeakSet
 
 import numpy as np
 
-from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.in_flight import InFlight, PendingWork
-from nccl_comm.library.structs import version_text
-from nccl_comm.memory.window_agreement import Extent, agree_on_windows
 from unicoll.arrays.buffer import current_streams
-from unicoll.arrays.cuda import LEGACY_STREAM, CudaError, backoff, on_device
+from unicoll.arrays.device_runtime import LEGACY_STREAM, DeviceError, backoff, on_device
 from unicoll.arrays.types import DType
+from unicoll.device_collectives.communicators.communicator import Communicator
+from unicoll.device_collectives.in_flight import InFlight, PendingWork
+from unicoll.device_collectives.memory.window_agreement import Extent, agree_on_windows
 from unicoll.errors import BackendUnavailableError, DistBackendError
 
 _FREE_S = 5.0
@@ -58,14 +57,14 @@ class SymmetricMemory:
         """Allocate and register; all members call this with the same size, on the communicator's device.
 
         Raises:
-            BackendUnavailableError: this NCCL has no windows (they came with 2.27).
-            DistBackendError: NCCL could not allocate or register, on any rank.
+            BackendUnavailableError: the library has no windows (they came with NCCL 2.27).
+            DistBackendError: the library could not allocate or register, on any rank.
             DistArgumentError, OperationTimeoutError, RankLostError: as :func:`agree_on_windows`.
         """
-        comm, nccl = self._comm, self._comm.nccl
-        if not nccl.has("ncclCommWindowRegister"):
+        comm, library = self._comm, self._comm.library
+        if not library.has("window_register"):
             raise BackendUnavailableError(
-                f"symmetric_empty: windows need NCCL 2.27; this is {version_text(nccl.version)}"
+                f"symmetric_empty: windows need {library.needed('window_register')}"
             )
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         ptr = self._allocate(nbytes, deadline)
@@ -77,17 +76,18 @@ class SymmetricMemory:
 
     def _allocate(self, nbytes: int, deadline: float) -> int:
         """Memory on all members; if it is short, dropped memory is waited for once."""
-        comm, nccl, failed = self._comm, self._comm.nccl, ""
+        comm, library, failed = self._comm, self._comm.library, ""
         for wait in (0.0, _FREE_S):
-            code, ptr = nccl.mem_alloc(nbytes)
-            failure = str(comm.error(code, f"ncclMemAlloc of {nbytes} bytes", None)) if code else ""
+            code, ptr = library.mem_alloc(nbytes)
+            what = f"{library.symbol('mem_alloc')} of {nbytes} bytes"
+            failure = str(comm.error(code, what, None)) if code else ""
             agreed = False
             try:
                 failed = self.agree("symmetric_empty", [Extent(nbytes)], failure, deadline, wait)
                 agreed = not failed
             finally:
                 if ptr and not agreed:
-                    nccl.mem_free(ptr)
+                    library.mem_free(ptr)
             if agreed:
                 return ptr
         raise DistBackendError(f"symmetric_empty: {failed}", group=comm.context.name)
@@ -107,16 +107,16 @@ class SymmetricMemory:
 
     def drop(self, number: int, ptr: int, window: int) -> None:
         """Take the memory of an array without references; any thread, since the garbage collector runs on any."""
-        cuda, device, events = self._comm.cuda, self._comm.device, []
+        runtime, device, events = self._comm.runtime, self._comm.device, []
         if self._abandoned:
             return
         try:
-            with on_device(cuda, device):
+            with on_device(runtime, device):
                 for stream in current_streams(device):  # the user keeps a graph's arrays
-                    if stream <= LEGACY_STREAM or not cuda.capturing(stream):
-                        events.append(cuda.create_event(device))
-                        cuda.record(events[-1], stream)
-        except CudaError:  # the device has failed: the memory is not freed
+                    if stream <= LEGACY_STREAM or not runtime.capturing(stream):
+                        events.append(runtime.create_event(device))
+                        runtime.record(events[-1], stream)
+        except DeviceError:  # the device has failed: the memory is not freed
             return
         operations = tuple(self._in_flight.operations)
         self._dropped.append(_Dropped(number, ptr, window, operations, tuple(events)))
@@ -127,7 +127,7 @@ class SymmetricMemory:
         """True if the device no longer uses dropped memory; waits for that until the deadline."""
         for _ in backoff():
             if all(self._in_flight.is_done(work) for work in one.operations) and all(
-                self._comm.cuda.event_done(event) for event in one.events
+                self._comm.runtime.event_done(event) for event in one.events
             ):
                 return True
             if time.monotonic() >= deadline:
@@ -140,15 +140,15 @@ class SymmetricMemory:
         self._free([one.number for one in list(self._dropped) if self._unused(one, until)])
 
     def _free(self, numbers: Container[int]) -> None:
-        """Free dropped memory that the device no longer uses; no other thread is in NCCL with the communicator."""
+        """Free dropped memory that the device no longer uses; no other thread uses the communicator."""
         comm = self._comm
         for one in [one for one in list(self._dropped) if one.number in numbers]:
             self._dropped.remove(one)
             window = one.window if comm.handle else 0  # windows end with their communicator
-            if not window or not comm.nccl.window_deregister(comm.handle, window):
-                comm.nccl.mem_free(one.ptr)
+            if not window or not comm.library.window_deregister(comm.handle, window):
+                comm.library.mem_free(one.ptr)
             for event in one.events:
-                comm.cuda.destroy_event(event)
+                comm.runtime.destroy_event(event)
 
     @property
     def arrays(self) -> list[DeviceArray]:
@@ -179,7 +179,7 @@ class DeviceArray:
     Attributes:
         owner: the group's symmetric memory; number: of the array in it, equal on all ranks.
         ptr: device address.
-        window: NCCL's handle of the window; 0 if NCCL gave none, or the group has ended.
+        window: the library's handle of the window; 0 if it gave none, or the group has ended.
         shape, dtype: of the array; a type that NumPy lacks is an unsigned integer type of its size.
         device: ordinal of its device.
     """
@@ -213,7 +213,7 @@ class DeviceArray:
         """Deregister the window; the memory stays allocated."""
         window, self.window = self.window, 0
         if window and comm.handle:
-            comm.nccl.window_deregister(comm.handle, window)
+            comm.library.window_deregister(comm.handle, window)
 
     def __del__(self) -> None:
         self.owner.drop(self.number, self.ptr, self.window)

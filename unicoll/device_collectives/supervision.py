@@ -1,4 +1,4 @@
-"""Supervision of one group: deadlines, deaths of ranks, NCCL's asynchronous errors, abort and teardown.
+"""Supervision of one group: deadlines, deaths of ranks, the library's asynchronous errors, abort and teardown.
 
 The watchdog's thread calls :meth:`Supervision.sweep` for every group. A failure, which a sweep finds or another rank
 announces, stops the communicator.
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from nccl_comm.communicators.teardown import END_S
-from nccl_comm.group_resources import GroupResources
-from nccl_comm.in_flight import InFlight
-from nccl_comm.library.interface import IN_PROGRESS, SUCCESS
-from nccl_comm.watchdog import Watchdog
 from unicoll.backend import Call, operation_errors
 from unicoll.backend.group_state import GroupState
+from unicoll.device_collectives.communicators.teardown import END_S
+from unicoll.device_collectives.group_resources import GroupResources
+from unicoll.device_collectives.in_flight import InFlight
+from unicoll.device_collectives.interface import SUCCESS
+from unicoll.device_collectives.watchdog import Watchdog
 from unicoll.errors import (
     DistArgumentError,
     DistError,
@@ -30,8 +30,6 @@ from unicoll.net import logs
 
 _WARNING_S = 20.0
 """How long :meth:`Supervision.close` waits for operations in flight before it logs a warning."""
-
-log = logs.logger("nccl")
 
 
 class Supervision:
@@ -51,19 +49,23 @@ class Supervision:
         self._context = context
         self._state = state
         self._lock = lock
+        self._log = logs.logger(context.backend)
         self._resources: GroupResources | None = None
         self._aborted = threading.Event()  # set when a failed group has been stopped, or cannot fail any more
         state.add_listener(self._start_abort)
         self._abandoned: list[
             tuple[Call, ...]
-        ] = []  # calls that NCCL could not stop: their arrays stay alive
+        ] = []  # calls that the library could not stop: their arrays stay alive
         if context.job.control is not None:
             context.job.control.watch(context.name, context.backend, state.abort, self._report)
 
     def start(self, resources: GroupResources) -> None:
         """Supervise a group that has connected."""
         self._resources = resources
-        self.watchdog = self._context.job.shared("nccl-watchdog", Watchdog)
+        context = self._context
+        self.watchdog = context.job.shared(
+            f"{context.backend}-watchdog", partial(Watchdog, context.backend, resources.comm.runtime)
+        )
         self.watchdog.watch(self)
 
     def sweep_often(self) -> None:
@@ -72,7 +74,7 @@ class Supervision:
             self.watchdog.sweep_often()
 
     def check(self, call: Call | None) -> None:
-        """Raise if the group has failed or a member died; called repeatedly while a thread waits for NCCL."""
+        """Raise if the group has failed or a member died; called repeatedly while a thread waits for the library."""
         self._state.check()
         self._check_departures(call)
 
@@ -100,12 +102,12 @@ class Supervision:
             self._state.abort(operation_errors.thread_failed(self._context, cause))
 
     def _check_communicator(self, resources: GroupResources, now: float) -> None:
-        """Raise if NCCL reports an error, a member died or a deadline has passed."""
+        """Raise if the library reports an error, a member died or a deadline has passed."""
         comm, in_flight = resources.comm, resources.in_flight
         state = comm.state()
         first = in_flight.operations[0] if in_flight.operations else None
         self._check_issuing(in_flight, now)
-        if state not in (SUCCESS, IN_PROGRESS):
+        if state not in (SUCCESS, comm.library.in_progress):
             call = first.describe_call() if first is not None else None
             comm.await_death_notice(state, call)
             raise comm.error(state, "an operation in progress", call)
@@ -117,7 +119,7 @@ class Supervision:
             raise operation_errors.timeout_error(self._context, overdue.describe_call())
 
     def _check_issuing(self, in_flight: InFlight, now: float) -> None:
-        """Raise if a thread is in NCCL for longer than its call's timeout.
+        """Raise if a thread is in the library for longer than its call's timeout.
 
         NCCL connects ranks within their first calls, and waits there without limit for a rank that is gone.
         """
@@ -130,7 +132,7 @@ class Supervision:
             raise operation_errors.timeout_error(self._context, call)
 
     def _check_departures(self, call: Call | None) -> None:
-        """Raise if a member died: NCCL itself may never notice."""
+        """Raise if a member died: the library itself may never notice."""
         context, control = self._context, self._context.job.control
         rank = operation_errors.first_dead_member(context)
         if rank is None:
@@ -244,7 +246,7 @@ class Supervision:
         if failed is None or failed_before is not None:
             return
         if context.job.exiting:
-            log.warning("group %r failed while the program ended: %s", context.name, failed)
+            self._log.warning("group %r failed while the program ended: %s", context.name, failed)
             return
         raise failed.with_traceback(None) from None
 
@@ -254,7 +256,9 @@ class Supervision:
             return
         departed = self._context.job.control.departed if self._context.job.control is not None else {}
         gone = "".join(f"; {departed[rank]}" for rank in self._context.ranks if rank in departed)
-        log.warning("destroying group %r waits for %s%s", self._context.name, in_flight.describe(), gone)
+        self._log.warning(
+            "destroying group %r waits for %s%s", self._context.name, in_flight.describe(), gone
+        )
         if not in_flight.drain(in_flight.last_deadline + END_S) and self._state.error is None:
             self._state.announce(
                 OperationTimeoutError(
@@ -272,7 +276,7 @@ class Supervision:
         locked = self._lock.acquire(timeout=END_S)
         try:
             if not locked:
-                log.error("group %r is not ended: a thread is in NCCL", context.name)
+                self._log.error("group %r is not ended: a thread is in %s", context.name, comm.library.name)
                 return False
             if not clean:
                 return comm.abort()
@@ -280,8 +284,10 @@ class Supervision:
             if comm.finish():
                 return True
             if resources.in_flight.recorded:
-                log.error(
-                    "CUDA graphs with operations of group %r have to be deleted before it", context.name
+                self._log.error(
+                    "%s graphs with operations of group %r have to be deleted before it",
+                    comm.runtime.name,
+                    context.name,
                 )
             return False
         finally:

@@ -1,8 +1,8 @@
-"""The operations of the table as calls of NCCL, all on one stream.
+"""The operations of the table as calls of a library with NCCL's API, all on one stream.
 
-``OPERATIONS[name](communicator, call, stream)`` returns NCCL's code. Lists of arrays become groups of broadcasts,
-reductions or sends and receives, so sizes may differ by rank and nothing is copied. Operations that do not reduce pass
-their data to NCCL as bytes. The choice of NCCL's functions depends only on what is equal on all ranks.
+``OPERATIONS[name](communicator, call, stream)`` returns the library's code. Lists of arrays become groups of
+broadcasts, reductions or sends and receives, so sizes may differ by rank and nothing is copied. Operations that do not
+reduce pass their data as bytes. The choice of functions depends only on what is equal on all ranks.
 
 Therefore gather and scatter are sends and receives with every version. NCCL 2.28 has ncclGather and ncclScatter, which
 need the root's arrays in one block of memory: only the root knows whether the arrays of its list are contiguous, and
@@ -15,37 +15,32 @@ contiguous in memory, where one ncclAllGather would do. From 2.29 on NCCL makes 
 gathers all of them at once (its scheduler/allgatherv_sched.cc); older versions do one broadcast after another, which
 move the same bytes over each link and take longer for small arrays. all_gather_into_tensor is always one ncclAllGather.
 
-Options of a single call are passed to each of NCCL's collectives that the call consists of. Sends and receives have no
-options: hints have no effect there, and a required choice of algorithms is refused.
+Options of a single call are passed to each of the library's collectives that the call consists of. Sends and receives
+have no options: hints have no effect there, and a required choice of algorithms is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from nccl_comm.communicators.communicator import AnyCommunicator
-from nccl_comm.library.interface import AVG, SUM, Nccl
-from nccl_comm.library.structs import CALL_CONFIGS_SINCE, version_text
-from nccl_comm.library.types import BYTES, NativeReduction, native_reduction
-from nccl_comm.memory.one_sided import ONE_SIDED
 from unicoll.backend import Call
 from unicoll.backend.options import CallOptions
+from unicoll.device_collectives.communicators.communicator import AnyCommunicator
+from unicoll.device_collectives.interface import AVG, SUM, CollectiveLibrary, NativeReduction
+from unicoll.device_collectives.memory.one_sided import ONE_SIDED
+from unicoll.device_collectives.reductions import BYTES
 from unicoll.errors import DistArgumentError
 
 Operation = Callable[[AnyCommunicator, Call, int], int]
-_ONE_RANK_VERSION = 22907
-"""The first version in which a reduction of one rank multiplies all elements by the factor."""
-_WITH_OPTIONS = "ncclAllReduceConfig"
-"""One of the functions that take options; NCCL has all of them or none."""
 _P2P_OPERATIONS = frozenset(("send", "recv", "gather", "scatter", "all_to_all"))
-"""Operations that are sends and receives in NCCL; an all_to_all_single is too, unless ncclAlltoAll does it."""
+"""Operations that are sends and receives in the library; an all_to_all_single is too, unless the library has one."""
 
 
 def _reduction(c: AnyCommunicator, call: Call) -> tuple[NativeReduction, int]:
-    """The call's reduction in NCCL, and the operation to pass, with the call's factor."""
+    """The call's reduction in the library, and the operation to pass, with the call's factor."""
     assert call.reduce is not None
     dtype = (call.inputs or call.outputs)[0].dtype
-    found = native_reduction(dtype, call.reduce, c.nccl.version)
+    found = c.reduction(dtype, call.reduce)
     assert found is not None  # the group has refused the others
     if c.size == 1 and found.op == AVG:
         # they are the same on one rank, where NCCL refuses the average of float8
@@ -88,7 +83,7 @@ def _scale_on_one_rank(
         return 0
     item = out.nbytes // count
     first = count
-    if c.nccl.version < _ONE_RANK_VERSION:
+    if not c.scales_one_rank:
         blocks = min(32, -(-out.nbytes // (16 << 10)))
         pack = 16 // item
         first = min(count, blocks * (-(-(count // blocks) // pack) * pack))
@@ -108,8 +103,8 @@ def _all_reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
     if not source.count:
         return 0
     if c.size == 1 and reduction.has_factor:
-        return _scale_on_one_rank(c, call, c.nccl.all_reduce, reduction, stream, op)
-    return c.nccl.all_reduce(
+        return _scale_on_one_rank(c, call, c.library.all_reduce, reduction, stream, op)
+    return c.library.all_reduce(
         source.ptr, out.ptr, source.count * reduction.parts, reduction.type, op, c.handle, stream
     )
 
@@ -121,9 +116,9 @@ def _reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
     if not source.count:
         return 0
     if c.size == 1 and reduction.has_factor:
-        return _scale_on_one_rank(c, call, c.nccl.reduce, reduction, stream, op, call.root)
+        return _scale_on_one_rank(c, call, c.library.reduce, reduction, stream, op, call.root)
     count = source.count * reduction.parts
-    return c.nccl.reduce(source.ptr, out.ptr, count, reduction.type, op, call.root, c.handle, stream)
+    return c.library.reduce(source.ptr, out.ptr, count, reduction.type, op, call.root, c.handle, stream)
 
 
 def _reduce_scatter_tensor(c: AnyCommunicator, call: Call, stream: int) -> int:
@@ -132,8 +127,8 @@ def _reduce_scatter_tensor(c: AnyCommunicator, call: Call, stream: int) -> int:
     if not out.count:
         return 0
     if c.size == 1 and reduction.has_factor:
-        return _scale_on_one_rank(c, call, c.nccl.reduce_scatter, reduction, stream, op)
-    return c.nccl.reduce_scatter(
+        return _scale_on_one_rank(c, call, c.library.reduce_scatter, reduction, stream, op)
+    return c.library.reduce_scatter(
         source.ptr, out.ptr, out.count * reduction.parts, reduction.type, op, c.handle, stream
     )
 
@@ -142,13 +137,13 @@ def _reduce_scatter(c: AnyCommunicator, call: Call, stream: int) -> int:
     out = call.outputs[0]
     reduction, op = _reduction(c, call)
     if c.size == 1 and reduction.has_factor:
-        return _scale_on_one_rank(c, call, c.nccl.reduce, reduction, stream, op, 0)
+        return _scale_on_one_rank(c, call, c.library.reduce, reduction, stream, op, 0)
 
     def part(root: int) -> Callable[[], int]:
         source = call.inputs[root]
         target = out if root == c.rank else source
         count = source.count * reduction.parts
-        return lambda: c.nccl.reduce(
+        return lambda: c.library.reduce(
             source.ptr, target.ptr, count, reduction.type, op, root, c.handle, stream
         )
 
@@ -162,14 +157,14 @@ def _broadcast(c: AnyCommunicator, call: Call, stream: int) -> int:
     buffer = call.inputs[0]
     if not buffer.count:
         return 0
-    return c.nccl.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, BYTES, call.root, c.handle, stream)
+    return c.library.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, BYTES, call.root, c.handle, stream)
 
 
 def _all_gather_into_tensor(c: AnyCommunicator, call: Call, stream: int) -> int:
     source, out = call.inputs[0], call.outputs[0]
     if not source.count:
         return 0
-    return c.nccl.all_gather(source.ptr, out.ptr, source.nbytes, BYTES, c.handle, stream)
+    return c.library.all_gather(source.ptr, out.ptr, source.nbytes, BYTES, c.handle, stream)
 
 
 def _all_gather(c: AnyCommunicator, call: Call, stream: int) -> int:
@@ -178,7 +173,7 @@ def _all_gather(c: AnyCommunicator, call: Call, stream: int) -> int:
     def part(root: int) -> Callable[[], int]:
         out = call.outputs[root]
         send = source.ptr if root == c.rank else out.ptr
-        return lambda: c.nccl.broadcast(send, out.ptr, out.nbytes, BYTES, root, c.handle, stream)
+        return lambda: c.library.broadcast(send, out.ptr, out.nbytes, BYTES, root, c.handle, stream)
 
     return _group(c, [part(root) for root in range(c.size) if call.outputs[root].count])
 
@@ -190,7 +185,7 @@ def _exchange(
     receives: Iterable[tuple[int, int, int]],
 ) -> int:
     """Sends and receives as one group call; each is an address, bytes and the peer, which may be this rank."""
-    n = c.nccl
+    n = c.library
 
     def send(ptr: int, size: int, peer: int) -> Callable[[], int]:
         return lambda: n.send(ptr, size, BYTES, peer, c.handle, stream)
@@ -224,7 +219,7 @@ def _all_to_all_single(c: AnyCommunicator, call: Call, stream: int) -> int:
     item = source.dtype.itemsize
     if call.even and c.native_all_to_all:  # no rank has passed sizes
         each = source.nbytes // c.size
-        return c.nccl.all_to_all(source.ptr, target.ptr, each, BYTES, c.handle, stream) if each else 0
+        return c.library.all_to_all(source.ptr, target.ptr, each, BYTES, c.handle, stream) if each else 0
 
     def parts(ptr: int, counts: tuple[int, ...]) -> list[tuple[int, int, int]]:
         found, start = [], ptr
@@ -242,7 +237,7 @@ def _send(c: AnyCommunicator, call: Call, stream: int) -> int:
     buffer = call.inputs[0]
     if not buffer.count:
         return 0
-    return c.nccl.send(buffer.ptr, buffer.nbytes, BYTES, call.peer, c.handle, stream)
+    return c.library.send(buffer.ptr, buffer.nbytes, BYTES, call.peer, c.handle, stream)
 
 
 def _recv(c: AnyCommunicator, call: Call, stream: int) -> int:
@@ -250,12 +245,12 @@ def _recv(c: AnyCommunicator, call: Call, stream: int) -> int:
     call.source = call.peer
     if not buffer.count:
         return 0
-    return c.nccl.recv(buffer.ptr, buffer.nbytes, BYTES, call.peer, c.handle, stream)
+    return c.library.recv(buffer.ptr, buffer.nbytes, BYTES, call.peer, c.handle, stream)
 
 
 def _barrier(c: AnyCommunicator, call: Call, stream: int) -> int:
     """One byte reduced over all ranks."""
-    return c.nccl.all_reduce(c.scratch, c.scratch, 1, BYTES, SUM, c.handle, stream)
+    return c.library.all_reduce(c.scratch, c.scratch, 1, BYTES, SUM, c.handle, stream)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -286,12 +281,11 @@ def batch(c: AnyCommunicator, calls: Iterable[Call], stream: int) -> int:
     return _first_failure(codes)
 
 
-def check_options(options: CallOptions, nccl: Nccl) -> None:
-    """Raise DistArgumentError if NCCL is too old for options of a call."""
-    if not nccl.has(_WITH_OPTIONS):
+def check_options(options: CallOptions, library: CollectiveLibrary) -> None:
+    """Raise DistArgumentError if the library is too old for options of a call."""
+    if not library.has("with_options"):
         raise DistArgumentError(
-            f"using({options}): options of single calls need NCCL {version_text(CALL_CONFIGS_SINCE)}; this is"
-            f" {version_text(nccl.version)}"
+            f"using({options}): options of single calls need {library.needed('with_options')}"
         )
 
 

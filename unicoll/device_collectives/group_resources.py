@@ -7,17 +7,17 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache, partial
 
-from nccl_comm.communicators.communicator import Communicator, CommunicatorWithOptions
-from nccl_comm.in_flight import InFlight
-from nccl_comm.memory.group_memory import GroupMemory
-from nccl_comm.memory.one_sided import set_up
-from nccl_comm.stream_order import StreamOrder
 from unicoll.backend.group_state import GroupState
+from unicoll.device_collectives.communicators.communicator import Communicator, CommunicatorWithOptions
+from unicoll.device_collectives.in_flight import InFlight
+from unicoll.device_collectives.memory.group_memory import GroupMemory
+from unicoll.device_collectives.memory.one_sided import set_up
+from unicoll.device_collectives.stream_order import StreamOrder
 
 SCRATCH_BYTES = 512
 """Device memory for barriers."""
 _OPTIONS_CACHED = 64
-"""Different options of calls for which a group keeps NCCL's structures."""
+"""Different options of calls for which a group keeps the library's structures."""
 _device_locks: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
 """By device. NCCL forbids two threads to issue operations on one device at once, whatever their communicators."""
 
@@ -44,15 +44,15 @@ class GroupResources:
         blocking: bool,
         sweep_often: Callable[[], None],
     ) -> None:
-        cuda, device = comm.cuda, comm.device
+        runtime, device = comm.runtime, comm.device
         self.comm = comm
         self.device = device
         self.least_capability = min(comm.origin.capabilities[rank] for rank in comm.context.ranks)
         self.device_lock = _device_locks[device]
-        self.stream = cuda.create_stream(device, high_priority=high_priority)
-        comm.scratch = cuda.allocate(device, SCRATCH_BYTES)
-        self.streams = StreamOrder(cuda, device)
-        self.in_flight = InFlight(cuda, device, self.stream, state, self.streams, sweep_often)
+        self.stream = runtime.create_stream(device, high_priority=high_priority)
+        comm.scratch = runtime.allocate(device, SCRATCH_BYTES)
+        self.streams = StreamOrder(runtime, device)
+        self.in_flight = InFlight(runtime, device, self.stream, state, self.streams, sweep_often)
         self.memory = GroupMemory(
             comm, self.in_flight, partial(set_up, comm, blocking, self.stream, self.device_lock)
         )
@@ -61,7 +61,7 @@ class GroupResources:
     def release(self) -> None:
         """Give back the device's resources; the communicator has ended, and nothing uses them."""
         self.in_flight.close()
-        cuda = self.comm.cuda
-        cuda.destroy_stream(self.stream)
-        cuda.free(self.comm.scratch)
+        runtime = self.comm.runtime
+        runtime.destroy_stream(self.stream)
+        runtime.free(self.comm.scratch)
         self.streams.close()

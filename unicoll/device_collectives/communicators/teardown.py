@@ -1,4 +1,4 @@
-"""Threads for calls of NCCL that may never return, started before they are needed."""
+"""Threads for calls of the library that may never return, started before they are needed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from unicoll.arrays import cuda
+from unicoll.arrays.device_runtime import DeviceRuntime
 
 END_S = 10.0
-"""How long NCCL may take to stop or end a communicator before the thread that waits for it is abandoned."""
+"""How long the library may take to stop or end a communicator before the thread that waits for it is abandoned."""
 _SPARE = 2
-"""Idle threads that are kept: one ends a group, and waits while another one calls NCCL."""
+"""Idle threads that are kept: one ends a group, and waits while another one calls the library."""
 _CLOSE_S = 1.0
-"""How long :meth:`TeardownThreads.close` waits for threads at work, of which one may never return from NCCL."""
+"""How long :meth:`TeardownThreads.close` waits for threads at work, of which one may never return from the library."""
 
 
 class TeardownThreads:
-    """The threads on which communicators are ended, of one process.
+    """The threads on which the communicators of a backend are ended.
 
     They start with the first communicator: from Python 3.12 on no thread can be started while the interpreter ends,
     which is when groups end that were not destroyed.
+
+    Args:
+        backend: name of the backend.
+        runtime: of the groups' devices.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str, runtime: DeviceRuntime) -> None:
+        self._name = f"unicoll-{backend}-end"
+        self._runtime = runtime
         self._lock = threading.Lock()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -35,7 +41,7 @@ class TeardownThreads:
 
     def _fill(self, count: int) -> None:
         while self._idle < count and not self._closed:
-            thread = threading.Thread(target=self._work, name="unicoll-nccl-end", daemon=True)
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the interpreter is ending
@@ -64,7 +70,7 @@ class TeardownThreads:
         return done
 
     def _work(self) -> None:
-        cuda.cuda().ignore_captures()
+        self._runtime.ignore_captures()
         while (task := self._tasks.get()) is not None:
             task()
             del task  # it refers to the group

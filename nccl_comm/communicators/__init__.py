@@ -1,1 +1,0 @@
-"""NCCL communicators: creating, splitting, growing and destroying them."""

@@ -1,1 +1,0 @@
-"""Memory registered with NCCL: symmetric allocations, buffers and windows; one-sided operations."""

@@ -1,0 +1,1 @@
+"""Communicators of a library: creating, splitting, growing and destroying them."""

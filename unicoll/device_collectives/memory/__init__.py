@@ -1,0 +1,1 @@
+"""Memory registered with the library: symmetric allocations, buffers and windows; one-sided operations."""
