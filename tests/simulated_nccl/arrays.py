@@ -11,6 +11,7 @@ Importing this module registers the arrays with unicoll.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,8 +113,10 @@ class Stream:
     def __exit__(self, *rest: object) -> None:
         _current.streams[self.device] = self._before.pop()
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         cuda = self._cuda
+        if is_finalizing():  # see Chunk
+            return
         if self._own and cuda is not None and not cuda.capturing(self.ptr):
             cuda.destroy_stream(self.ptr)
 

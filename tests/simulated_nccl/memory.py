@@ -9,7 +9,8 @@ operations that use it are ordered before the pool's stream.
 from __future__ import annotations
 
 import bisect
-import threading
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,6 +240,6 @@ class Chunk:
         """Address of the memory."""
         return self.block.ptr
 
-    def __del__(self) -> None:
-        if threading is not None:  # not at the end of the interpreter
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # the scheduler's thread no longer runs then, and may hold the lock
             self._pool.take_back(self.block, self._stream)

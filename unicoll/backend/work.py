@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import warnings
@@ -352,7 +353,9 @@ class Work:
         state = "done" if self.is_success() else "failed" if self.is_completed() else "running"
         return f"<Work {', '.join(c.describe() for c in self._calls)}: {state}>"
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # done() may take a lock, which a daemon thread that no longer runs may hold
+            return
         if not self._waited and self._completion.exception() is None and not self._completion.done():
             warnings.warn(
                 f"a Work was dropped without wait(): {self._calls[0].describe()}",
