@@ -13,7 +13,7 @@ from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Caps
 from unicoll.backend.options import Options
-from unicoll.device_collectives.backend import COLLECTIVES, DeviceBackend
+from unicoll.device_collectives.backend import NATIVE_OPERATIONS, DeviceBackend
 from unicoll.device_collectives.interface import CollectiveLibrary, Config
 
 
@@ -25,7 +25,7 @@ class NCCLBackend(DeviceBackend):
     """The NCCL backend of one group."""
 
     name = "nccl"
-    caps = Caps(frozenset(("cuda",)), COLLECTIVES, _reduces, tags=False, joins_batches=True)
+    caps = Caps(frozenset(("cuda",)), NATIVE_OPERATIONS, _reduces, tags=False, joins_batches=True)
 
     @classmethod
     def availability(cls) -> str | None:

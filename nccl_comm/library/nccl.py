@@ -1,4 +1,4 @@
-"""What unicoll has to know of NCCL by its version: names of functions, result codes, reductions, known defects."""
+"""What depends on NCCL's version: functions, reductions, known defects; and its result codes and names of functions."""
 
 from __future__ import annotations
 

@@ -20,6 +20,20 @@ from tests.support.ranks import ROOT, environment
 PROGRAM = Path(__file__).resolve().parent / "exit_program.py"
 RANKS = 3
 LEFT = "has left the job: its program ended"
+LOCKED = """
+import threading
+from unicoll.backend.work import Completion, Work
+class Locked(Completion):
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.lock.acquire()
+    def done(self):
+        return self.lock.acquire()
+    def wait(self, timeout): ...
+    def exception(self): ...
+    def add_done_callback(self, fn): ...
+kept = Work(Locked(), ())
+"""
 
 
 def _candidates(version: str) -> Iterator[str]:
@@ -90,6 +104,11 @@ def test_a_program_may_end_without_destroying_its_groups(
         assert last[2].endswith("ValueError: enough\n")
         assert first[1].startswith("died [] left [1] rank 2 ")
         assert first[1].rstrip().endswith("ended with ValueError: enough")
+
+
+def test_a_work_that_is_alive_at_the_end_of_the_interpreter_takes_no_lock(interpreter: str) -> None:
+    """A daemon thread, which no longer runs then, may hold the lock of a completion."""
+    assert run([interpreter, "-W", "error", "-c", LOCKED]) == [(0, "", "")]
 
 
 def test_a_program_under_mpirun_may_end_without_destroying_its_groups(interpreter: str) -> None:

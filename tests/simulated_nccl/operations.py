@@ -235,7 +235,7 @@ class Operations(Calls):
         self._needs("ncclAllReduceConfig")
         collectives = {kind: partial(self._with_options, options, kind) for kind in _ARGUMENTS}
         others = {name: getattr(self, name) for name in _WITHOUT_OPTIONS}
-        return cast(interface.Operations, SimpleNamespace(version=self._version, **collectives, **others))
+        return cast(interface.Operations, SimpleNamespace(**collectives, **others))
 
     def _with_options(self, options: CallOptions, kind: str, *arguments: int) -> int:
         """A collective with options. NCCL checks them before anything else, and a refusal fails no group call."""

@@ -45,10 +45,8 @@ from unicoll.net import logs
 _SENDS_AND_RECEIVES = frozenset(("send", "recv"))
 _STORE_S = 2.0
 """How long ``explain()`` waits for the store."""
-
-
-COLLECTIVES = frozenset(name for name in OPS if name in OPERATIONS or name == "barrier")
-"""The operations of a backend."""
+NATIVE_OPERATIONS = frozenset(OPS.keys() & OPERATIONS.keys())
+"""The operations that a library with NCCL's API has, for :class:`~unicoll.backend.Caps`."""
 
 
 class DeviceBackend(Backend):

@@ -8,7 +8,6 @@ refused.
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 
 import numpy as np
 
@@ -39,7 +38,6 @@ _COMPLEX = {"SUM": interface.SUM, "AVG": interface.AVG, "PREMUL_SUM": _PREMUL}
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
-@lru_cache(maxsize=512)
 def native_reduction(dtype: DType, reduction: Reduction) -> interface.NativeReduction | None:
     """A reduction as NCCL's API expresses it, or None if it cannot."""
     name = dtype.name
