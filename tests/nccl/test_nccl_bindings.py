@@ -20,6 +20,7 @@ import pytest
 from nccl_comm.library import errors, locate, structs
 from nccl_comm.library.bindings import SIGNATURES, WITH_CONFIG, Bindings
 from nccl_comm.library.errors import IN_PROGRESS
+from nccl_comm.library.locate import LOCATOR
 from nccl_comm.library.nccl import DIRECT, SYMBOLS
 from tests.simulated_nccl.cuda import Simulation
 from tests.support.programs import python
@@ -32,6 +33,7 @@ from unicoll.backend.options import CallOptions
 from unicoll.bootstrap import environment_report
 from unicoll.device_collectives import bindings as common
 from unicoll.device_collectives import interface
+from unicoll.device_collectives import locate as common_locate
 from unicoll.device_collectives.errors import error_for
 
 DECLARED = parse(NCCL)
@@ -469,7 +471,7 @@ class TestFinding:
         self, named: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A path that was named is the only one tried; without a name the package to install is named."""
-        monkeypatch.setattr(locate, "_candidates", lambda: iter(["libnccl-that-is-not-here.so.2"]))
+        monkeypatch.setattr(LOCATOR, "candidates", lambda: iter(["libnccl-that-is-not-here.so.2"]))
         if named:
             monkeypatch.undo()
             monkeypatch.setenv(locate.VARIABLE, named)
@@ -483,8 +485,8 @@ class TestFinding:
     def test_versions_before_2_18_are_refused(
         self, version: int, taken: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(locate, "_candidates", lambda: iter(["/stand-in/libnccl.so.2"]))
-        monkeypatch.setattr(locate.ctypes, "CDLL", lambda path: stand_in(version))
+        monkeypatch.setattr(LOCATOR, "candidates", lambda: iter(["/stand-in/libnccl.so.2"]))
+        monkeypatch.setattr(common_locate.ctypes, "CDLL", lambda path: stand_in(version))
         found = locate.find()
         assert isinstance(found, str) is not taken
         if isinstance(found, str):
@@ -492,7 +494,7 @@ class TestFinding:
 
     def test_the_search_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         looks: list[int] = []
-        monkeypatch.setattr(locate, "_search", lambda: looks.append(1) or "none")
+        monkeypatch.setattr(LOCATOR, "search", lambda: looks.append(1) or "none")
         threads = [threading.Thread(target=locate.find) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -506,14 +508,15 @@ class TestFinding:
         wheel = tmp_path / "nccl" / "lib" / "libnccl.so.2"
         wheel.parent.mkdir(parents=True)
         wheel.touch()
-        monkeypatch.setattr(locate, "_wheel_folders", lambda: iter([tmp_path]))
-        monkeypatch.setattr(locate, "_mapped", list)  # an earlier test may have mapped one
-        assert next(locate._candidates()) == str(wheel)
-        monkeypatch.setattr(locate, "_mapped", lambda: ["/torch/lib/libnccl.so.2", "/preloaded/libnccl.so.2"])
-        monkeypatch.setattr(locate, "_loaded_from", lambda library: None)
-        assert list(locate._candidates()) == ["/torch/lib/libnccl.so.2"]
-        monkeypatch.setattr(locate, "_loaded_from", lambda library: "/preloaded/libnccl.so.2")
-        assert list(locate._candidates()) == ["/preloaded/libnccl.so.2"]
+        monkeypatch.setattr(LOCATOR, "folders", lambda: [wheel.parent])
+        monkeypatch.setattr(LOCATOR, "mapped", list)  # an earlier test may have mapped one
+        assert next(LOCATOR.candidates()) == str(wheel)
+        mapped = ["/torch/lib/libnccl.so.2", "/preloaded/libnccl.so.2"]
+        monkeypatch.setattr(LOCATOR, "mapped", lambda: mapped)
+        monkeypatch.setattr(LOCATOR, "loaded_from", lambda library: None)
+        assert list(LOCATOR.candidates()) == ["/torch/lib/libnccl.so.2"]
+        monkeypatch.setattr(LOCATOR, "loaded_from", lambda library: "/preloaded/libnccl.so.2")
+        assert list(LOCATOR.candidates()) == ["/preloaded/libnccl.so.2"]
 
     def test_mapped_libraries_are_read_from_proc(self, monkeypatch: pytest.MonkeyPatch) -> None:
         maps = (
@@ -523,7 +526,7 @@ class TestFinding:
             "7f03-7f04 r-xp 00000000 08:01 3   /opt/libnccl-net.so\n"
         )
         monkeypatch.setattr(Path, "read_text", lambda *_, **__: maps)
-        assert locate._mapped() == ["/opt/a b/libnccl.so.2.27.5"]
+        assert LOCATOR.mapped() == ["/opt/a b/libnccl.so.2.27.5"]
 
 
 # --- the real header and library --------------------------------------------------------------------------------
