@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from tests.support.ports import listening_ports
 from tests.support.programs import python
 from tests.support.ranks import ROOT, ProcessJob, end_cleanly, joined
 from unicoll.backend import Backend as BackendBase
-from unicoll.backend import Caps
+from unicoll.backend import Call, Caps, Context
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 from unicoll.group import backend_choice, registry
 from unicoll.testing.ranks import Pool, RanksFailed
@@ -304,6 +305,32 @@ def suite(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What somebody runs who has nothing but the installed packages."""
     words = ["-W", "error", "-m", *arguments, "-q", "-p", "no:cacheprovider"]
     return python(*words, cwd=folder, PYTHONPATH=f"{ROOT}:{folder}")
+
+
+def test_a_group_is_split_after_the_calls_that_are_queued() -> None:
+    gate, done = threading.Event(), []
+
+    class Splitting(CountingBackend):
+        name = "splitting"
+        caps = Caps(native=frozenset({"all_reduce", "broadcast"}))
+
+        def run(self, call: Call) -> None:
+            assert gate.wait(30)
+            super().run(call)
+            done.append(call.op.name)
+
+        def split(self, context: Context | None) -> BackendBase | None:
+            done.append("split")
+            return super().split(context)
+
+    dist.Backend.register_backend("splitting", Splitting)
+    dist.init_process_group("splitting", rank=0, world_size=1)
+    works = [dist.all_reduce(np.ones(1), async_op=True) for _ in range(2)]
+    threading.Timer(0.2, gate.set).start()
+    dist.new_group()
+    assert done == ["all_reduce", "all_reduce", "split"]
+    assert all(work is not None and work.wait() for work in works)
+    dist.destroy_process_group()
 
 
 def test_the_suite_passes_an_installed_backend(tmp_path: Path) -> None:

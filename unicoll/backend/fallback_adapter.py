@@ -85,13 +85,20 @@ class _FallbackAdapter(HostBackend):
         self._inner.refuse_options(options)
 
     def split(self, context: Context | None) -> Backend | None:
+        self._await_calls()
         return self._inner.split(context)
 
     def shrink(self, context: Context, excluded: Sequence[int]) -> Backend:
         return self._inner.shrink(context, excluded)
 
     def grow(self, context: Context) -> Backend:
+        self._await_calls()
         return self._inner.grow(context)
+
+    def _await_calls(self) -> None:
+        """Wait for the calls before a split, which may be an operation of all members in the order of their calls."""
+        if not self.queue.in_callback:
+            self.queue.idle(self.context.timeout)
 
     def release(self, clean: bool, failure: DistError | None) -> None:
         self._inner.close()

@@ -214,11 +214,11 @@ class OpQueue:
         return self._server == get_ident()
 
     def idle(self, timeout: float) -> bool:
-        """True if no call is being executed, waiting up to ``timeout`` seconds for that."""
+        """True if no call is being executed or queued, waiting up to ``timeout`` seconds for that."""
         deadline = time.monotonic() + timeout
-        while self._busy and time.monotonic() < deadline:
+        while (self._busy or self._queue) and time.monotonic() < deadline:
             time.sleep(0.001)
-        return not self._busy
+        return not (self._busy or self._queue)
 
     def _nest(self, calls: tuple[Call, ...]) -> None:
         """Number calls made in a callback, which the thread runs between two operations: next after the first of them.
