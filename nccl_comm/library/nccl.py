@@ -89,6 +89,7 @@ class NcclFacts:
     peer_errors = PEER_ERRORS
     log_hint = "NCCL_DEBUG=WARN in the environment makes NCCL log more"
     full_capability = FP8_CAPABILITY
+    splits_by_key = True
 
     if TYPE_CHECKING:
 
@@ -128,6 +129,8 @@ class NcclFacts:
 
     def ranks_per_id(self) -> int:
         """NCCL's documentation and torch recommend 128."""
+        if not self.has("comm_init_scalable"):
+            return 0
         return environment.number("UNICOLL_NCCL_RANKS_PER_ROOT")
 
     def host_id(self) -> str:

@@ -6,7 +6,7 @@ import re
 
 from tests.support.ranks import ROOT
 
-PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm")
+PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "xccl_comm")
 
 
 def test_every_module_is_named() -> None:

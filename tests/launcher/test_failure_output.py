@@ -58,7 +58,7 @@ def test_a_traceback_of_all_ranks_is_printed_once(folder: LaunchFolder) -> None:
         f'  File "{folder.path}/work.py", line 3, in <module>',
         '    dist.init_process_group("nccll")',
         FOLDED,
-        "unicoll.errors.BackendUnavailableError: there is no backend 'nccll'; known are fake, gloo, mpi, nccl",
+        "unicoll.errors.BackendUnavailableError: there is no backend 'nccll'; known are fake, gloo, mpi, nccl, xccl",
     ]
     (others,) = [line for line in summary if "pids" in line]
     assert re.fullmatch(r"  ranks .* \(exitcode 1, pids \d+, \d+, \d+\): the same as rank \d below", others)

@@ -25,7 +25,9 @@ def names(*patterns: str) -> set[str]:
 
 
 def test_the_table_has_all_variables_and_the_documentation_no_others() -> None:
-    packages = (f"{name}/**/*.py" for name in ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"))
+    packages = (
+        f"{name}/**/*.py" for name in ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "xccl_comm")
+    )
     assert names(*packages, "scripts/*", ".ci/*") == KNOWN
     assert names("docs/*.md", "README.md") <= KNOWN
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.ranks import ROOT, environment
 
-BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
+BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm", "xccl_comm")
 SHARED = {"backend", "arrays", "net", "errors"}
 """The packages of unicoll that a backend may import."""
 DEVICES = SHARED | {"device_collectives"}
@@ -85,7 +85,7 @@ def _subpackages() -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "backends", "allowed"),
     [
-        *((name, {name}, DEVICES if name == "nccl_comm" else SHARED) for name in BACKENDS),
+        *((name, {name}, DEVICES if name in ("nccl_comm", "xccl_comm") else SHARED) for name in BACKENDS),
         (
             "unicoll/run",
             set(),

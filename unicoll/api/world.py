@@ -164,8 +164,8 @@ def is_ucc_available() -> bool:
 
 
 def is_xccl_available() -> bool:
-    """Always False: there is no XCCL backend."""
-    return False
+    """True if the XCCL backend can be used, on arrays in host memory (docs/xccl.md)."""
+    return is_backend_available("xccl")
 
 
 def is_torchelastic_launched() -> bool:

@@ -57,11 +57,13 @@ class DeviceRuntime(ABC):
         name: for messages: ``"CUDA"``.
         device_type: the type of the devices' arrays: ``"cuda"``.
         visible_devices: the environment variable that selects the devices of a process.
+        host_memory: True if the arrays are in host memory: the host waits for operations, not a stream.
     """
 
     name: ClassVar[str] = "CUDA"
     device_type: ClassVar[str] = "cuda"
     visible_devices: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
+    host_memory: ClassVar[bool] = False
 
     @property
     @abstractmethod

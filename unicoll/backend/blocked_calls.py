@@ -30,8 +30,9 @@ from unicoll.backend.thread_activity import NotBlocked, activities
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.backend.work import Completion, HostCompletion
 from unicoll.net.control.wait_graph import MessageState
+from unicoll.net.excepthook import PACKAGES
 
-_OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
+_OURS = set(PACKAGES)
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
 _IDLE = {("threading", "_shutdown"), ("concurrent.futures.thread", "_worker")}
 """Innermost functions, with their modules, of threads that only another thread can wake."""

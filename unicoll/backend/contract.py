@@ -76,6 +76,7 @@ class Caps:
         tags: False if messages between two ranks match in order, and a tag other than 0 is refused.
         joins_batches: True if a batch of sends and receives is one operation, in which a message to oneself is received
             in the same batch. With ``probe`` among ``native`` these need no batch.
+        fallbacks: False if operations that are not native are refused, as those of arrays on a device are.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
@@ -84,6 +85,7 @@ class Caps:
     compresses: bool = False
     tags: bool = True
     joins_batches: bool = False
+    fallbacks: bool = True
 
 
 @dataclass(eq=False, repr=False)

@@ -187,7 +187,8 @@ class CollectiveOps(GroupOps):
 
 def available(caps: Caps) -> frozenset[str]:
     """Names of the operations of a backend with these capabilities: native ones, and those with a fallback."""
-    if "cpu" in caps.devices and (caps.native >= _MESSAGES or not caps.native.isdisjoint(_GATHERS)):
+    moves_data = caps.native >= _MESSAGES or not caps.native.isdisjoint(_GATHERS)
+    if caps.fallbacks and "cpu" in caps.devices and moves_data:
         return caps.native | FALLBACKS.keys()
     return caps.native
 

@@ -26,6 +26,7 @@ from unicoll.errors import (
     RankLostError,
 )
 from unicoll.net import logs
+from unicoll.net.excepthook import PACKAGES
 
 if TYPE_CHECKING:
     from unicoll.backend.call import Call, EndedCall
@@ -38,15 +39,7 @@ _UNKNOWN_S = 0.3
 """How long the request to a rank that does not have the group is repeated: it may be creating the group."""
 _BEHIND_S = 1.0
 """How long the request to a rank that is in an earlier call is repeated: it may be about to leave that call."""
-LIBRARY_PACKAGES = {
-    "unicoll",
-    "gloo_fallback",
-    "mpi_comm",
-    "nccl_comm",
-    "torch",
-    "ray",
-    *sys.stdlib_module_names,
-}
+LIBRARY_PACKAGES = {*PACKAGES, "torch", "ray", *sys.stdlib_module_names}
 
 _TYPES = {dtype.code: dtype.name for dtype in DTYPES}
 

@@ -20,11 +20,12 @@ from unicoll.backend.contract import Job
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.group.recorded_calls import RecordedCall
 from unicoll.net.control.clock import Offset, now
+from unicoll.net.excepthook import PACKAGES
 
 FORMAT = "unicoll flight recorder"
 _VERSION = 1
 _MAX_FRAMES = 100
-_PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "torch")
+_PACKAGES = (*PACKAGES, "torch")
 
 Content = dict[str, Any]
 

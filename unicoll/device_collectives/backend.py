@@ -137,11 +137,19 @@ class DeviceBackend(Backend):
             return self._adopt(self._factory.init(device, deadline))
 
     def _connect_split(self, parent: DeviceBackend, resources: GroupResources, deadline: float) -> None:
+        positions = [parent.context.ranks.index(rank) for rank in self.context.ranks]
+        splits = self.native.splits_by_key or positions == sorted(positions)
         with on_device(self.runtime, resources.device):
             with parent._lock, parent.supervision.failing_group("splitting"):
                 parent.supervision.await_idle("splitting", self.context.timeout)
-                comm = self._factory.split(resources.comm, deadline)
-            self._adopt(comm)
+                if splits:
+                    comm = self._factory.split(resources.comm, deadline)
+                else:  # the other members of the parent take part in a split
+                    self._factory.leave_out(resources.comm, deadline)
+            if splits:
+                self._adopt(comm)
+            else:
+                self._connect(resources.device, deadline)
 
     def _adopt(self, comm: Communicator) -> GroupResources:
         high_priority = self._options.high_priority is not False
@@ -276,7 +284,9 @@ class DeviceBackend(Backend):
                 streams.wait_for_producers(other_streams(calls, own), own, current)
                 start = in_flight.record_start(first) if not captured else 0
                 self._issue(calls, resources, own)
-                return StreamCompletion(in_flight, in_flight.add(calls, own, current, captured, start))
+                work = in_flight.add(calls, own, current, captured, start)
+                on_host = self.runtime.host_memory
+                return StreamCompletion(in_flight, work, on_host, not on_host)
 
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
         """Sends and receives of a batch are one group call, so that their order does not matter."""

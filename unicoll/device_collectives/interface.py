@@ -176,6 +176,10 @@ class CollectiveLibrary(Operations, Protocol):
         """The file that it was loaded from."""
 
     @property
+    def splits_by_key(self) -> bool:
+        """True if :meth:`comm_split` orders the ranks by key; otherwise they keep the parent's order."""
+
+    @property
     def scales_one_rank(self) -> bool:
         """True if a reduction with a factor in a group of one rank multiplies all elements."""
 
@@ -184,10 +188,7 @@ class CollectiveLibrary(Operations, Protocol):
         """True if it sets one-sided operations up with a communicator's first window."""
 
     def has(self, method: str) -> bool:
-        """True if the library has the function of a method, for example ``"comm_shrink"``.
-
-        ``"comm_init_scalable"`` is :meth:`comm_init` with several ids.
-        """
+        """True if the library has the function of a method, for example ``"comm_shrink"``."""
 
     def symbol(self, method: str) -> str:
         """The library's name of a method's function: ``"ncclCommShrink"``."""
@@ -208,7 +209,7 @@ class CollectiveLibrary(Operations, Protocol):
         """True if the user allows several ranks on one device, for tests."""
 
     def ranks_per_id(self) -> int:
-        """Ranks that connect with one id, if the library takes several ids."""
+        """Ranks that connect with one id; 0 if the library takes one id for all."""
 
     def host_id(self) -> str:
         """The name that the user has given to this host for the library, or ""."""

@@ -17,12 +17,14 @@ class StreamCompletion(Completion):
     """A completion that the device finishes.
 
     Args:
-        blocking: True if ``wait`` blocks the host as well, as that of a barrier does.
+        blocking: True if ``wait`` blocks the host as well, as that of a barrier does, and of arrays in host memory.
+        orders_streams: False for arrays in host memory.
     """
 
-    orders_streams = True
-
-    def __init__(self, in_flight: InFlight, work: PendingWork, blocking: bool = False) -> None:
+    def __init__(
+        self, in_flight: InFlight, work: PendingWork, blocking: bool = False, orders_streams: bool = True
+    ) -> None:
+        self.orders_streams = orders_streams
         self._blocking = blocking
         self._in_flight = in_flight
         self._work = work

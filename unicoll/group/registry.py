@@ -27,6 +27,7 @@ _BUILT_IN = {
     "gloo": "gloo_fallback",
     "mpi": "mpi_comm",
     "nccl": "nccl_comm",
+    "xccl": "xccl_comm",
 }
 _registered: dict[str, Callable[[], type[BackendBase]]] = {}
 _registered_devices: dict[str, frozenset[str]] = {}
@@ -77,7 +78,7 @@ class BackendName(str):
     MPI = "mpi"
     UCC = "ucc"
     XCCL = "xccl"
-    backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "mpi", "fake"]
+    backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "xccl", "mpi", "fake"]
     backend_type_map: ClassVar[dict[str, BackendType]] = {
         **{kind.name.lower(): kind for kind in BackendType if kind is not BackendType.CUSTOM},
         "fake": BackendType.CUSTOM,

@@ -23,7 +23,8 @@ from itertools import groupby
 from types import TracebackType
 from typing import Any
 
-_PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm")
+PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "xccl_comm")
+"""unicoll's packages, whose frames are not the user's."""
 
 
 def install(
@@ -127,7 +128,7 @@ def _folded(kind: type[BaseException], value: BaseException, trace: TracebackTyp
     if errors is None or shows_all_frames():
         return None
     root = os.path.dirname(os.path.dirname(str(errors.__file__)))
-    inside = tuple(os.path.join(root, name, "") for name in _PACKAGES)
+    inside = tuple(os.path.join(root, name, "") for name in PACKAGES)
     exception = traceback.TracebackException(kind, value, trace, compact=True)
     return "".join(exception.format()) if _fold(exception, value, inside) else None
 

@@ -94,6 +94,7 @@ class Communicator:
         self.native_all_to_all = library.has("all_to_all")
         self.scales_one_rank = library.scales_one_rank
         self.reduction = lru_cache(_REDUCTIONS)(library.reduction)
+        self._abandoned = False
         self._premul_ops: dict[tuple[int, bytes], int] = {}
         self._state_lock = threading.Lock()
         slot = library.new_slot()
@@ -117,7 +118,7 @@ class Communicator:
 
     def _abort_start(self, slot: HandleSlot, parent: Communicator | None) -> None:
         """Have the thread leave the library that makes the communicator: NCCL's loops for that use a whole core."""
-        if not self._left_behind:
+        if not self._left_behind or not self._can_abort():
             return
         if parent is not None and not slot.value:
             parent._left_behind = [*parent._left_behind, *self._left_behind]
@@ -337,8 +338,10 @@ class Communicator:
     def _finish(self) -> None:
         self._destroy_premul_ops()
         code = self._await_end_of(self.library.comm_finalize(self.handle))
-        end = self.library.comm_destroy if code == SUCCESS else self.library.comm_abort
-        end(self._take_handle())
+        if code == SUCCESS:
+            self.library.comm_destroy(self._take_handle())
+        elif self._can_abort():
+            self.library.comm_abort(self._take_handle())
 
     def stop(self, lock: threading.RLock) -> bool:
         """End all operations, also of a thread in the library, which holds ``lock``; False if it did not return in
@@ -346,7 +349,7 @@ class Communicator:
 
         The communicator stays for :meth:`shrink`, unless the library cannot revoke it (NCCL before 2.28.7) or refuses.
         """
-        return self._bounded(partial(self._stop, lock), "stopping")
+        return self._can_abort() and self._bounded(partial(self._stop, lock), "stopping")
 
     def _stop(self, lock: threading.RLock) -> None:
         locked = lock.acquire(timeout=_LOCK_S)
@@ -372,8 +375,22 @@ class Communicator:
         return self._await_end_of(self.library.comm_revoke(self.handle)) == SUCCESS
 
     def abort(self) -> bool:
-        """End the communicator and its operations; False if the library did not return in time."""
-        return self._bounded(partial(self._abort, self._await_threads), "aborting")
+        """End the communicator and its operations; False if the library cannot, or did not return in time."""
+        return self._can_abort() and self._bounded(partial(self._abort, self._await_threads), "aborting")
+
+    def _can_abort(self) -> bool:
+        """True if the library can abort a communicator; otherwise the communicator is abandoned with its threads."""
+        if self.library.has("comm_abort"):
+            return True
+        if not self._abandoned:
+            self._abandoned = True
+            self._log.warning(
+                "group %r: %s cannot abort a communicator: its threads, connections and memory stay until the process"
+                " ends",
+                self.context.name,
+                self.library.name,
+            )
+        return False
 
     def _abort(self, await_threads: Callable[[], object]) -> None:
         """Abort the communicator, which the other threads leave then, and free it after ``await_threads``."""

@@ -31,12 +31,16 @@ def index_of(device: Any, runtime: DeviceRuntime) -> int:
 def bound_device(context: Context, runtime: DeviceRuntime, explicit: bool) -> int | None:
     """The device of a group before its first array: ``device_id``, else the launcher's local rank, else None.
 
+    That of arrays in host memory is known.
+
     Args:
         explicit: whether the user chose the backend by name; the local rank counts only then.
 
     Raises:
         DistArgumentError: there is no such device.
     """
+    if runtime.host_memory:
+        return 0
     count = runtime.device_count()
     if context.device is not None:
         index = index_of(context.device, runtime)

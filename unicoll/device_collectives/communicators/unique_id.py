@@ -136,8 +136,7 @@ def _choose_roots(
     """Rank 0's answer to all members: the first id, the number of ids, and the members' compute capabilities."""
     if not library.may_share_device():
         _refuse_sharing(context, runtime.device_type, facts)
-    several = make_id is None and library.has("comm_init_scalable")
-    share = library.ranks_per_id() if several else context.size
+    share = (library.ranks_per_id() if make_id is None else 0) or context.size
     return {
         "id": _new_id(context, library, make_id),
         "roots": -(-context.size // share),

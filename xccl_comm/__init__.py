@@ -1,0 +1,17 @@
+"""The XCCL backend: Intel's oneCCL, with its CPU plug-in on host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unicoll.backend import Backend
+
+__all__ = ["backend_class"]
+
+
+def backend_class() -> type[Backend]:
+    """The backend, for the registry."""
+    from xccl_comm.backend import HostXCCLBackend
+
+    return HostXCCLBackend

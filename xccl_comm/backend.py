@@ -1,0 +1,88 @@
+"""The XCCL backend: arrays in host memory, over oneCCL's plug-in for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+
+from unicoll.arrays.device_runtime import DeviceRuntime
+from unicoll.arrays.kernels import Flat, Kernel, kernel_for
+from unicoll.arrays.types import Device, DType, Reduction
+from unicoll.backend import Call, Caps
+from unicoll.backend.fallbacks import flat_of
+from unicoll.backend.work import Completion
+from unicoll.device_collectives.backend import NATIVE_OPERATIONS, DeviceBackend
+from unicoll.device_collectives.group_resources import GroupResources
+from unicoll.device_collectives.interface import CollectiveLibrary
+from xccl_comm.host_runtime import HostRuntime
+from xccl_comm.library import locate
+from xccl_comm.library.host_calls import HostOneCCL
+
+_HOST = Device("cpu", 0)
+
+
+def _reduces(dtype: DType, reduction: Reduction) -> bool:
+    return locate.oneccl().reduction(dtype, reduction) is not None
+
+
+class HostXCCLBackend(DeviceBackend):
+    """The XCCL backend of one group on host memory: a call is on the group's stream, for which the host waits.
+
+    oneCCL's plug-in for the CPU has no averages: they are sums, which the stream divides.
+    """
+
+    name = "xccl"
+    caps = Caps(
+        frozenset(("cpu",)), NATIVE_OPERATIONS, _reduces, tags=False, joins_batches=True, fallbacks=False
+    )
+
+    @classmethod
+    def availability(cls) -> str | None:
+        found = locate.find()
+        return found if isinstance(found, str) else None
+
+    @classmethod
+    def load_library(cls) -> CollectiveLibrary:
+        return locate.oneccl()
+
+    @classmethod
+    def load_runtime(cls) -> DeviceRuntime:
+        return cast(HostOneCCL, locate.oneccl()).runtime
+
+    def run(self, call: Call) -> None:
+        self.post((call,)).wait(None)
+
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        for call in calls:
+            for buffer in (*call.inputs, *call.outputs):
+                if buffer.flat is not None:
+                    buffer.ptr, buffer.device = buffer.flat.ctypes.data, _HOST
+        return super().post(calls, stream)
+
+    def _issue(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> None:
+        super()._issue(calls, resources, stream)
+        functions: list[Callable[[], None]] = []
+        for call in calls:
+            for buffer in call.outputs:
+                if call.reduce is not None and call.reduce.name == "AVG":
+                    kernel = kernel_for(buffer.dtype, call.reduce)
+                    functions.append(partial(_divide, kernel, flat_of(buffer), self.context.size))
+                if buffer.unpack is not None:
+                    functions.append(buffer.unpack)
+                    buffer.unpack = None  # the stream does it
+        cast(HostRuntime, self.runtime).stream(stream).put(partial(_finish, functions, calls))
+
+
+def _divide(kernel: Kernel, sum_: Flat, ranks: int) -> None:
+    kernel.finish(kernel.widen(sum_), sum_, ranks)
+
+
+def _finish(functions: Sequence[Callable[[], None]], calls: tuple[Call, ...]) -> bool:
+    """Do what is left after calls. It keeps their arrays until then, since oneCCL cannot be stopped writing to them."""
+    with np.errstate(all="ignore"):  # overflow and NaN are results
+        for function in functions:
+            function()
+    return True

@@ -1,0 +1,156 @@
+"""oneCCL by ctypes, with the signatures of ``oneapi/ccl.h`` 2022.1.
+
+Since 2022 oneCCL has a C API with NCCL's functions, whose numbers of element types and reductions are NCCL's. A plug-in
+moves the data: the one for GPUs, or the one for the CPU, which ``CCL_PLUGIN`` chooses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from typing import Any
+
+from unicoll.arrays.types import DType, Reduction
+from unicoll.device_collectives import bindings
+from unicoll.device_collectives.interface import Config, NativeReduction
+from unicoll.device_collectives.reductions import native_reduction
+from xccl_comm.library.errors import CODES, IN_PROGRESS, PEER_ERRORS
+
+_UNDEFINED = -(2**31)
+_MAGIC = 0xCAFEBEEF
+
+
+class UniqueId(ctypes.Structure):
+    """onecclUniqueId; functions take it by value."""
+
+    _fields_ = [("data", c_char * 4096)]
+
+
+class ConfigStruct(ctypes.Structure):
+    """onecclConfig_t."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        ("magic", c_uint),
+        ("version", c_uint),
+        ("blocking", c_int),
+        ("cgaClusterSize", c_int),
+        ("minCTAs", c_int),
+        ("maxCTAs", c_int),
+        ("netName", c_char_p),
+        ("splitShare", c_int),
+        ("multiThreaded", c_int),
+        ("plugin", c_uint),
+    ]
+
+
+_out, _comm, _config = POINTER(c_void_p), c_void_p, POINTER(ConfigStruct)
+
+DIRECT = {
+    "comm_finalize": "onecclCommFinalize",
+    "comm_destroy": "onecclCommDestroy",
+    "group_start": "onecclGroupStart",
+    "group_end": "onecclGroupEnd",
+    "all_reduce": "onecclAllReduce",
+    "broadcast": "onecclBroadcast",
+    "reduce": "onecclReduce",
+    "all_gather": "onecclAllGather",
+    "reduce_scatter": "onecclReduceScatter",
+    "send": "onecclSend",
+    "recv": "onecclRecv",
+    "all_to_all": "onecclAllToAll",
+    "redop_destroy": "onecclRedOpDestroy",
+    "mem_free": "onecclMemFree",
+    "window_deregister": "onecclCommWindowDeregister",
+    "comm_deregister": "onecclCommDeregister",
+}
+"""Methods of the interface that are the library's functions as they are; their arguments are positional."""
+SYMBOLS = DIRECT | {
+    "version": "onecclGetVersion",
+    "last_error": "onecclGetLastError",
+    "unique_id": "onecclGetUniqueId",
+    "set_device": "onecclSetDevice",
+    "comm_init": "onecclCommInitRankConfig",
+    "comm_split": "onecclCommSplit",
+    "comm_rank": "onecclCommUserRank",
+    "premul_sum": "onecclRedOpCreatePreMulSum",
+    "mem_alloc": "onecclMemAlloc",
+    "window_register": "onecclCommWindowRegister",
+    "comm_register": "onecclCommRegister",
+}
+"""The library's function of a method.
+
+onecclCommAbort is not among them: up to 2022.1 it only returns onecclNotImplemented. There is no
+onecclCommGetAsyncError.
+"""
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    **{method: arguments for method, arguments in bindings.ARGUMENTS.items() if method in SYMBOLS},
+    "unique_id": (POINTER(UniqueId),),
+    "set_device": (c_uint,),
+    "comm_init": (_out, c_size_t, UniqueId, c_int, _config),
+    "comm_split": (_comm, c_int, c_int, _out, _config),
+    "comm_rank": (_comm, POINTER(c_int)),
+}
+
+
+class OneCCL(bindings.Bindings):
+    """One loaded libccl."""
+
+    name = "oneCCL"
+    codes = CODES
+    in_progress = IN_PROGRESS
+    peer_errors = PEER_ERRORS
+    log_hint = "CCL_LOG_LEVEL=info in the environment makes oneCCL log more"
+    full_capability = (0, 0)
+    splits_by_key = False  # 2022.1 has the argument and ignores it
+    scales_one_rank = True
+    sets_up_one_sided = False
+    symbols = SYMBOLS
+    arguments = ARGUMENTS
+    direct = frozenset(DIRECT)
+    unique_id_type = UniqueId
+
+    @property
+    def version_text(self) -> str:
+        """``"2022.1"`` of 20220100; the number does not contain the patch."""
+        major, rest = divmod(self.version, 10000)
+        return f"{major}.{rest // 100}"
+
+    def config(self, config: Config) -> ConfigStruct:
+        made = ConfigStruct(size=ctypes.sizeof(ConfigStruct), magic=_MAGIC, version=self.version)
+        for name in ("cgaClusterSize", "minCTAs", "maxCTAs", "splitShare"):
+            setattr(made, name, _UNDEFINED)
+        made.blocking = 1
+        made.multiThreaded = 1  # groups' operations are issued by threads of their own
+        return made
+
+    def has(self, method: str) -> bool:
+        return method in SYMBOLS and self.has_symbol(SYMBOLS[method])
+
+    def symbol(self, method: str) -> str:
+        return SYMBOLS[method]
+
+    def needed(self, method: str) -> str:
+        return f"a function that {self!r} does not have"
+
+    def reduction(
+        self, dtype: DType, reduction: Reduction, capability: tuple[int, int] | None = None
+    ) -> NativeReduction | None:
+        return None if dtype.name.startswith("float8") else native_reduction(dtype, reduction)
+
+    def comm_state(self, comm: int) -> tuple[int, int]:
+        """oneCCL reports no asynchronous errors."""
+        return 0, 0
+
+    def may_share_device(self) -> bool:
+        return False
+
+    def ranks_per_id(self) -> int:
+        return 0
+
+    def host_id(self) -> str:
+        return ""
+
+    def connection_hint(self, addresses: Sequence[str]) -> str:
+        return "CCL_KVS_IFACE chooses oneCCL's network interface; CCL_LOG_LEVEL=info logs the addresses"
