@@ -85,6 +85,19 @@ def test_a_killed_rank_is_named_by_those_it_exchanges_messages_with(victim: int,
             assert failure.fields["op"] in ("send", "recv")
 
 
+def survivors_of(job: ProcessJob, victim: int, name: str) -> list[int]:
+    """Kill a rank while rank 1 is in a call that the others do not make; returns those that are left."""
+    job.call(jobs.call_on, 1, name)
+    job.await_notes()
+    job.collect(30, [0, 2])
+    killed = job.signal(victim, signal.SIGKILL)
+    check_lost(job.collect(30, [1]), victim, job.pids[victim], name, killed)
+    survivors = [1, 2 - victim]
+    job.call(jobs.loop, name, 10, ranks=survivors)
+    failures_of(job, survivors, "RankLostError")
+    return survivors
+
+
 @pytest.mark.every(4)
 @pytest.mark.parametrize("transport", ["shm", "tcp", "hierarchical"])
 @pytest.mark.parametrize("victim", [0, 2])
@@ -92,15 +105,7 @@ def test_a_killed_rank_is_named_by_those_it_exchanges_messages_with(victim: int,
 def test_a_killed_rank_is_named_while_another_does_not_call(name: str, victim: int, transport: str) -> None:
     """Whichever of the two the call waits for."""
     with joined(3, env={"UNICOLL_TRANSPORT": transport}) as job:
-        job.call(jobs.call_on, 1, name)
-        job.await_notes()
-        job.collect(30, [0, 2])
-        killed = job.signal(victim, signal.SIGKILL)
-        check_lost(job.collect(30, [1]), victim, job.pids[victim], name, killed)
-        survivors = [1, 2 - victim]
-        job.call(jobs.loop, name, 10, ranks=survivors)
-        failures_of(job, survivors, "RankLostError")
-        leave_cleanly(job, survivors)
+        leave_cleanly(job, survivors_of(job, victim, name))
 
 
 def test_survivors_make_a_smaller_world(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import unicoll as dist
 from tests.support.programs import python
 from tests.xccl.xccl_ranks import unavailable_reason
 from unicoll.device_collectives import interface
@@ -44,6 +45,13 @@ def test_bindings_have_the_members_of_the_interface_with_their_arguments(cls: An
         if inspect.isfunction(getattr(type(library), name, None)):
             expected = list(inspect.signature(member).parameters)[1:]
             assert list(inspect.signature(found).parameters) == expected, name
+
+
+def test_options_of_a_communicator_are_refused_by_name() -> None:
+    library = HostOneCCL(StandIn(), "/stand-in/libccl.so.2")
+    library.config(interface.Config(comm_name="world"))
+    with pytest.raises(dist.DistArgumentError, match=r"min_ctas, max_ctas: .*libccl\.so\.2"):
+        library.config(interface.Config(min_ctas=1, max_ctas=2))
 
 
 def run(program: str, **env: str) -> str:

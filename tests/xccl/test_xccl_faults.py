@@ -13,7 +13,7 @@ import pytest
 
 import unicoll as dist
 from tests.faults import fault_jobs as jobs
-from tests.faults.test_faults import check_lost
+from tests.faults.test_faults import survivors_of
 from tests.support.calls import invoke
 from tests.support.outcomes import CallOutcome, failures_of, outcome_of, values_of
 from tests.support.ranks import joined
@@ -28,14 +28,7 @@ if unavailable_reason():
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather", "all_to_all", "barrier"])
 def test_a_killed_rank_is_named_and_the_others_exit(name: str, victim: int) -> None:
     with joined(3, start=XcclJob) as job:
-        job.call(jobs.call_on, 1, name)
-        job.await_notes()
-        job.collect(30, [0, 2])
-        killed = job.signal(victim, signal.SIGKILL)
-        check_lost(job.collect(30, [1]), victim, job.pids[victim], name, killed)
-        survivors = [1, 2 - victim]
-        job.call(jobs.loop, name, 10, ranks=survivors)
-        failures_of(job, survivors, "RankLostError")
+        survivors = survivors_of(job, victim, name)
         job.call(end, ranks=survivors)  # a thread of rank 1 is in oneCCL
         assert job.wait_for_exit(20, survivors) == [0, 0]
 
@@ -63,7 +56,7 @@ def call_differently(name: str, odd_name: str, count: int, timeout: float) -> Ca
 
 def test_a_missing_rank_is_named_at_the_deadline() -> None:
     with joined(3, start=XcclJob) as job:
-        job.call(call_differently, "all_reduce", "", 0, 1.0)
+        job.call(call_differently, "all_reduce", "", 0, 3.0)
         for failure, _ in values_of(job, [0, 1]):
             assert failure.type == "OperationTimeoutError", failure.traceback
             for words in ("arrived: ranks 0, 1", "missing: rank 2", "not in a collective of this group"):
@@ -91,7 +84,7 @@ def test_memory_that_oneccl_may_write_to_is_kept_after_the_deadline() -> None:
 
 def test_calls_that_differ_are_named_at_the_deadline() -> None:
     with joined(3, start=XcclJob) as job:
-        job.call(call_differently, "all_reduce", "broadcast", 4, 1.0)
+        job.call(call_differently, "all_reduce", "broadcast", 4, 3.0)
         for failure, _ in values_of(job, range(3)):
             assert failure.type == "OperationTimeoutError", failure.traceback
             for words in (

@@ -137,16 +137,11 @@ class DeviceBackend(Backend):
             return self._adopt(self._factory.init(device, deadline))
 
     def _connect_split(self, parent: DeviceBackend, resources: GroupResources, deadline: float) -> None:
-        positions = [parent.context.ranks.index(rank) for rank in self.context.ranks]
-        splits = self.native.splits_by_key or positions == sorted(positions)
         with on_device(self.runtime, resources.device):
             with parent._lock, parent.supervision.failing_group("splitting"):
                 parent.supervision.await_idle("splitting", self.context.timeout)
-                if splits:
-                    comm = self._factory.split(resources.comm, deadline)
-                else:  # the other members of the parent take part in a split
-                    self._factory.leave_out(resources.comm, deadline)
-            if splits:
+                comm = self._factory.split(resources.comm, deadline)
+            if comm is not None:
                 self._adopt(comm)
             else:
                 self._connect(resources.device, deadline)

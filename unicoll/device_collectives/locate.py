@@ -71,7 +71,8 @@ class LibraryLocator:
 
     def use(self, implementation: CollectiveLibrary | None) -> None:
         """Use another implementation in this process; None searches for the library again at the next call."""
-        self._found = implementation
+        with self._lock:
+            self._found = implementation
 
     def search(self) -> CollectiveLibrary | str:
         """Load the library."""

@@ -15,10 +15,13 @@ from unicoll.arrays.types import DType, Reduction
 from unicoll.device_collectives import bindings
 from unicoll.device_collectives.interface import Config, NativeReduction
 from unicoll.device_collectives.reductions import native_reduction
+from unicoll.errors import DistArgumentError
 from xccl_comm.library.errors import CODES, IN_PROGRESS, PEER_ERRORS
 
 _UNDEFINED = -(2**31)
 _MAGIC = 0xCAFEBEEF
+_OPTIONS = ("cga_cluster_size", "min_ctas", "max_ctas", "net_name", "split_share", "traffic_class")
+"""Options of a communicator that are refused."""
 
 
 class UniqueId(ctypes.Structure):
@@ -118,6 +121,9 @@ class OneCCL(bindings.Bindings):
         return f"{major}.{rest // 100}"
 
     def config(self, config: Config) -> ConfigStruct:
+        given = [name for name in _OPTIONS if getattr(config, name) is not None]
+        if given:
+            raise DistArgumentError(f"{', '.join(given)}: {self!r} does not take these options")
         made = ConfigStruct(size=ctypes.sizeof(ConfigStruct), magic=_MAGIC, version=self.version)
         for name in ("cgaClusterSize", "minCTAs", "maxCTAs", "splitShare"):
             setattr(made, name, _UNDEFINED)

@@ -41,9 +41,16 @@ class CommunicatorFactory:
         begin = partial(self.library.comm_init, context.size, ids, context.rank, self.config)
         return self._make(device, begin, method, deadline, origin)
 
-    def split(self, parent: Communicator, deadline: float) -> Communicator:
-        """A communicator of some members of the parent, which is idle; the others call :meth:`leave_out`."""
+    def split(self, parent: Communicator, deadline: float) -> Communicator | None:
+        """A communicator of some members of the parent, which is idle; the others call :meth:`leave_out`.
+
+        None if the library would order the ranks otherwise.
+        """
         context = self.context
+        positions = [parent.context.ranks.index(rank) for rank in context.ranks]
+        if not self.library.splits_by_key and positions != sorted(positions):
+            self.leave_out(parent, deadline)  # the others take part in a split
+            return None
         made = self._split(parent, min(context.ranks), context.rank, deadline)
         return self._make(parent.device, lambda slot: made, "comm_split", deadline, parent.origin)
 
