@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from unicoll.run.cpu_affinity import BINDINGS, cpu_affinity
+from unicoll.run.args import parse
+from unicoll.run.cpu_affinity import BINDINGS, cpu_affinity, gpu_addresses
 
 
 def machine(sysfs: Path, nodes: list[str], gpus: dict[str, int], threads: int = 1, cache: int = 2) -> str:
@@ -94,3 +97,44 @@ def test_errors(tmp_path: Path, binding: str, allowed: set[int], gpus: dict[str,
 def test_a_kernel_without_the_description(tmp_path: Path, binding: str) -> None:
     with pytest.raises(ValueError, match=r"^--numa-binding: .*/node/online: No such file"):
         cpu_affinity(binding, 1, [], str(tmp_path), {0})
+
+
+LEVEL_ZERO = """
+#include <stdint.h>
+struct properties { int32_t type; void *next; uint32_t domain, bus, device, function; int64_t speed[2]; };
+int zeInit(uint32_t flags) { return flags == 1 ? 0 : 1; }
+int zeDriverGet(uint32_t *count, void **drivers) {
+    *count = 1;
+    if (drivers) drivers[0] = (void *)0x100;
+    return 0;
+}
+int zeDeviceGet(void *driver, uint32_t *count, void **devices) {
+    *count = 2;
+    if (devices) for (int i = 0; i < 2; i++) devices[i] = (char *)driver + i;
+    return 0;
+}
+int zeDevicePciGetPropertiesExt(void *device, struct properties *found) {
+    if (found->type != 0x10008) return 1;
+    found->domain = 0;
+    found->bus = 0x18 + (uint32_t)((uintptr_t)device - 0x100);
+    found->device = 0;
+    found->function = 1;
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_level_zero_lists_intels_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "ze.c"
+    source.write_text(LEVEL_ZERO)
+    library = tmp_path / "libze_loader.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    gpu_addresses.cache_clear()
+    try:
+        assert gpu_addresses("Level Zero") == ["0000:18:00.1", "0000:19:00.1"]
+        (tmp_path / "work.py").touch()
+        assert parse(["--nproc-per-node", "xpu", str(tmp_path / "work.py")]).nproc == 2
+    finally:
+        gpu_addresses.cache_clear()

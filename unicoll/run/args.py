@@ -123,7 +123,7 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
             OUT: _texts(parsed.duplicate_stdout_filters),
             ERR: _texts(parsed.duplicate_stderr_filters),
         },
-        affinity=cpu_affinity(parsed.numa_binding, nproc, gpu_addresses()) if parsed.numa_binding else {},
+        affinity=cpu_affinity(parsed.numa_binding, nproc, _gpus()) if parsed.numa_binding else {},
         devices=_devices(nproc) if parsed.virtual_local_rank else {},
     )
     if options.mpi:
@@ -180,6 +180,10 @@ def _nodes(text: str, target: str) -> int:
     return least
 
 
+def _gpus() -> list[str]:
+    return gpu_addresses() or gpu_addresses("Level Zero")
+
+
 def _workers(text: str) -> int:
     if text == "cpu":
         return len(os.sched_getaffinity(0))
@@ -187,12 +191,18 @@ def _workers(text: str) -> int:
         if not (gpus := gpu_addresses()):
             raise ValueError("--nproc-per-node gpu: this machine has no usable CUDA device")
         return len(gpus)
+    if text == "xpu":
+        if not (xpus := gpu_addresses("Level Zero")):
+            raise ValueError("--nproc-per-node xpu: this machine has no usable Intel GPU")
+        return len(xpus)
     if text == "auto":
-        return len(gpu_addresses() or os.sched_getaffinity(0))
+        return len(_gpus() or os.sched_getaffinity(0))
     try:
         number = int(text)
     except ValueError:
-        raise ValueError(f"--nproc-per-node {text} is neither a number nor one of auto, cpu, gpu") from None
+        raise ValueError(
+            f"--nproc-per-node {text} is neither a number nor one of auto, cpu, gpu, xpu"
+        ) from None
     if number < 1:
         raise ValueError(f"--nproc-per-node {number}: at least one worker is needed")
     if number > _MOST_PROCESSES:

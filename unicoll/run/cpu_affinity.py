@@ -19,25 +19,49 @@ BINDINGS = ("node", "socket", "exclusive", "core-complex")
 last-level cache."""
 
 
-@functools.cache
-def gpu_addresses() -> list[str]:
-    """PCI addresses of the CUDA devices under CUDA_VISIBLE_DEVICES; empty without a driver.
+_PROGRAMS = {
+    "CUDA": """
+import ctypes
+cuda, number, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(32)
+if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0:
+    for device in range(number.value):
+        cuda.cuDeviceGetPCIBusId(text, len(text), device)
+        print(text.value.decode().lower())
+""",
+    "Level Zero": """
+from ctypes import CDLL, Structure, byref, c_int32, c_int64, c_uint32, c_void_p
+class Properties(Structure):  # ze_pci_ext_properties_t
+    _fields_ = [("type", c_int32), ("next", c_void_p), ("address", c_uint32 * 4), ("speed", c_int64 * 2)]
+def handles(get, *of):
+    number = c_uint32(0)
+    get(*of, byref(number), None)
+    found = (c_void_p * number.value)()
+    get(*of, byref(number), found)
+    return map(c_void_p, found)
+ze = CDLL("libze_loader.so.1")
+if ze.zeInit(1) == 0:  # GPUs only
+    for driver in handles(ze.zeDriverGet):
+        for device in handles(ze.zeDeviceGet, driver):
+            found = Properties(0x10008)
+            ze.zeDevicePciGetPropertiesExt(device, byref(found))
+            print("%04x:%02x:%02x.%x" % tuple(found.address))
+""",
+}
+"""By driver: a program that prints the PCI addresses of its devices."""
 
-    A separate process asks the driver. ValueError: the driver has not replied within 60 s.
+
+@functools.cache
+def gpu_addresses(driver: str = "CUDA") -> list[str]:
+    """PCI addresses of the devices of a driver, ``"CUDA"`` or ``"Level Zero"``; empty without the driver.
+
+    They are those under CUDA_VISIBLE_DEVICES or ZE_AFFINITY_MASK. A separate process asks the driver. ValueError: it
+    has not replied within 60 s.
     """
-    program = (
-        "import ctypes\n"
-        "cuda, number, text = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(0), ctypes.create_string_buffer(32)\n"
-        "if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0:\n"
-        "    for device in range(number.value):\n"
-        "        cuda.cuDeviceGetPCIBusId(text, len(text), device)\n"
-        "        print(text.value.decode().lower())\n"
-    )
-    command = [sys.executable, "-I", "-S", "-c", program]
+    command = [sys.executable, "-I", "-S", "-c", _PROGRAMS[driver]]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
-        raise ValueError("the CUDA driver did not reply within 60 s") from None
+        raise ValueError(f"the {driver} driver did not reply within 60 s") from None
     return answer.stdout.split() if answer.returncode == 0 else []
 
 

@@ -93,7 +93,11 @@ def _variable(name: str) -> str:
 
 def _workers_flags(flags: _Flags) -> None:
     flags.value(
-        "nproc-per-node", "1", "N", "workers on this machine: a number, auto, cpu or gpu (default 1)", "-n"
+        "nproc-per-node",
+        "1",
+        "N",
+        "workers on this machine: a number, auto, cpu, gpu or xpu (default 1)",
+        "-n",
     )
     flags.switch("module", "the target is a module, run as python -m does", "-m")
     flags.switch("no-python", "the target is a command, not a Python script")
