@@ -135,14 +135,14 @@ class MPIBackend(HostBackend):
         return self.communicator is not None and self.cuda.direct
 
     def takes_device(self, call: Call) -> bool:
-        communicator = self.communicator
-        if communicator is None or not self.cuda.direct:
+        communicator, arrays = self.communicator, call.inputs or call.outputs
+        if communicator is None or not self.cuda.direct or arrays[0].device.type != "cuda":
             return False
         if call.op.name not in _NATIVE:
             return False
         if call.op.name in _MESSAGES:
             # an eager message is in host memory
-            return (call.inputs or call.outputs)[0].nbytes > EAGER_LIMIT
+            return arrays[0].nbytes > EAGER_LIMIT
         if self._single_threaded and not self.mpi.nonblocking_takes_device:
             return False  # no call of MPI may block
         return call.reduce is None or is_native(communicator, call)

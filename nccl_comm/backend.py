@@ -8,7 +8,7 @@ from typing import Any
 
 from nccl_comm.library import locate
 from nccl_comm.transport_report import expected, logged, settings
-from unicoll.arrays import cuda
+from unicoll.arrays import devices
 from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Caps
@@ -30,7 +30,7 @@ class NCCLBackend(DeviceBackend):
     @classmethod
     def availability(cls) -> str | None:
         found = locate.find()
-        return found if isinstance(found, str) else cuda.reason_against()
+        return found if isinstance(found, str) else devices.reason_against("cuda")
 
     @classmethod
     def load_library(cls) -> CollectiveLibrary:
@@ -38,7 +38,7 @@ class NCCLBackend(DeviceBackend):
 
     @classmethod
     def load_runtime(cls) -> DeviceRuntime:
-        return cuda.cuda()
+        return devices.runtime("cuda")
 
     def configure(self, options: Options) -> Config:
         config = super().configure(options)

@@ -16,10 +16,11 @@ from types import FrameType
 from typing import Any
 
 BACKENDS: dict[str, tuple[str, ...]] = {
-    "unicoll": ("cpu", "cuda"),
+    "unicoll": ("cpu", "cuda", "xpu"),
     "unicoll-gloo": ("cpu",),
     "unicoll-mpi": ("cpu", "cuda"),
     "unicoll-nccl": ("cuda",),
+    "unicoll-xccl": ("cpu", "xpu"),
 }
 """Backend names and the device types that they are registered for."""
 

@@ -1,4 +1,4 @@
-"""The XCCL backend: Intel's oneCCL, with its CPU plug-in on host memory."""
+"""The XCCL backend: Intel's oneCCL, on XPU arrays, or with its CPU plug-in on host memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ __all__ = ["backend_class"]
 
 def backend_class() -> type[Backend]:
     """The backend, for the registry."""
-    from xccl_comm.backend import HostXCCLBackend
+    from xccl_comm.backend import HostXCCLBackend, XCCLBackend
+    from xccl_comm.library.locate import serves_xpu
 
-    return HostXCCLBackend
+    return XCCLBackend if serves_xpu() else HostXCCLBackend

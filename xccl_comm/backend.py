@@ -1,4 +1,4 @@
-"""The XCCL backend: arrays in host memory, over oneCCL's plug-in for the CPU."""
+"""The XCCL backend: XPU arrays over oneCCL, or arrays in host memory over oneCCL's plug-in for the CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from unicoll.arrays import devices
 from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import Device, DType, Reduction
@@ -16,6 +17,7 @@ from unicoll.backend.fallbacks import flat_of
 from unicoll.backend.work import Completion
 from unicoll.device_collectives.backend import NATIVE_OPERATIONS, DeviceBackend
 from unicoll.device_collectives.group_resources import GroupResources
+from unicoll.device_collectives.in_flight import PendingWork
 from unicoll.device_collectives.interface import CollectiveLibrary
 from xccl_comm.host_runtime import HostRuntime
 from xccl_comm.library import locate
@@ -26,6 +28,35 @@ _HOST = Device("cpu", 0)
 
 def _reduces(dtype: DType, reduction: Reduction) -> bool:
     return locate.oneccl().reduction(dtype, reduction) is not None
+
+
+class XCCLBackend(DeviceBackend):
+    """The XCCL backend of one group on XPUs."""
+
+    name = "xccl"
+    caps = Caps(frozenset(("xpu",)), NATIVE_OPERATIONS, _reduces, tags=False, joins_batches=True)
+
+    @classmethod
+    def availability(cls) -> str | None:
+        found = devices.reason_against("xpu") or locate.find()
+        return found if isinstance(found, str) else None
+
+    @classmethod
+    def load_library(cls) -> CollectiveLibrary:
+        return locate.oneccl()
+
+    @classmethod
+    def load_runtime(cls) -> DeviceRuntime:
+        return devices.runtime("xpu")
+
+    def run(self, call: Call) -> PendingWork | None:
+        arrays = call.inputs or call.outputs
+        if arrays and not self.runtime.in_order(
+            arrays[0].stream
+        ):  # a kernel on it would not wait for the events
+            self.post((call,)).wait(None)
+            return None
+        return super().run(call)
 
 
 class HostXCCLBackend(DeviceBackend):

@@ -1,4 +1,4 @@
-"""Checks one GPU and NCCL with one rank, using only the protocols of ``unicoll.arrays.cuda`` and
+"""Checks one GPU and NCCL with one rank, using only the protocols of ``unicoll.arrays.device_runtime`` and
 ``unicoll.device_collectives.interface``.
 
     python tests/conformance/one_rank.py [CHECK...]         on a machine with a GPU; neither CuPy nor torch is needed
@@ -457,9 +457,9 @@ def run(check: Callable[[Bench], None], cuda: DeviceRuntime, nccl: CollectiveLib
 def main(names: Sequence[str]) -> int:
     """The checks of these names, or all, on this machine's GPU; the exit code is the number of those that failed."""
     from nccl_comm.library import locate
-    from unicoll.arrays import cuda as streams
+    from unicoll.arrays import devices
 
-    cuda, nccl = streams.cuda(), locate.nccl()
+    cuda, nccl = devices.runtime("cuda"), locate.nccl()
     print(json.dumps({"cuda": cuda.description, "nccl": interface.describe(nccl)}), flush=True)
     failed = 0
     for check in [check for check in CHECKS if not names or check.__name__ in names]:

@@ -16,9 +16,9 @@ from tests.support.programs import python
 GPU_TIMEOUT_S = 600
 ASK = """
 from nccl_comm.library import locate
-from unicoll.arrays import cuda as streams
+from unicoll.arrays import devices
 found = locate.find()
-print(streams.reason_against() or (found if isinstance(found, str) else ""))
+print(devices.reason_against("cuda") or (found if isinstance(found, str) else ""))
 """
 
 

@@ -27,7 +27,7 @@ from tests.support.programs import python
 from tests.unit.c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
 from tests.unit.declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
 from unicoll import errors as tree
-from unicoll.arrays import cuda
+from unicoll.arrays import devices
 from unicoll.arrays.device_runtime import DeviceError
 from unicoll.backend.options import CallOptions
 from unicoll.bootstrap import environment_report
@@ -450,11 +450,11 @@ class TestFinding:
         assert locate.nccl() is nccl
         assert interface.describe(locate.nccl()) == "NCCL 2.32.3 (/stand-in/libnccl.so.2)"
         simulation = Simulation()
-        cuda.install(simulation.cuda)
+        devices.install("cuda", simulation.cuda)
         try:
             said = environment_report.lines({})
         finally:
-            cuda.install(None)
+            devices.install("cuda", None)
             simulation.close()
         assert "backend 'nccl': available: NCCL 2.32.3 (/stand-in/libnccl.so.2)" in said
         assert "simulated CUDA: 1 device" in said

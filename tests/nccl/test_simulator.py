@@ -19,7 +19,7 @@ from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.nccl import SimulatedNccl
 from tests.simulated_nccl.ranks import run
 from tests.support.order import await_true
-from unicoll.arrays import cuda
+from unicoll.arrays import devices
 from unicoll.arrays.device_runtime import DeviceError
 from unicoll.device_collectives.interface import DATA_TYPES, SUM, Config
 
@@ -258,15 +258,15 @@ def test_unsafe_calls_invalidate_a_capture(call: Callable[[World], Any], world: 
 
 
 @pytest.mark.parametrize(
-    ("devices", "before", "after"), [(4, -1, 2), (4, 0, 0), (1, -1, 0), (2, -1, -1)], ids=str
+    ("count", "before", "after"), [(4, -1, 2), (4, 0, 0), (1, -1, 0), (2, -1, -1)], ids=str
 )
 def test_a_mesh_selects_the_device_of_the_local_rank(
-    monkeypatch: pytest.MonkeyPatch, devices: int, before: int, after: int
+    monkeypatch: pytest.MonkeyPatch, count: int, before: int, after: int
 ) -> None:
     """If the thread has none. With one visible device it is that one; with too few, none is selected."""
-    sim = Simulation(devices)
+    sim = Simulation(count)
     sim.cuda.set_device(before)
-    monkeypatch.setattr(cuda, "_installed", sim.cuda)
+    monkeypatch.setitem(devices._installed, "cuda", sim.cuda)
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
     dist.init_process_group("gloo")

@@ -355,7 +355,7 @@ def adopt(memory: Any, dtype: Any = None) -> Array:
 # --- the adapter for unicoll ---
 
 _BY_NUMPY: dict[np.dtype[Any], DType] = {d.storage: d for d in BY_NAME.values() if d.native}
-_registered: set[int] = set()
+_registered: set[Device] = set()
 
 
 def _adapt(array: Array) -> Buffer:
@@ -367,9 +367,10 @@ def _adapt(array: Array) -> Buffer:
     def unpack() -> None:
         array[...] = packed
 
-    if array.device not in _registered:
-        _registered.add(array.device)
-        register_current_stream(array.device, partial(current_stream, array.device))
+    device = Device(simulation().cuda.device_type, array.device)
+    if device not in _registered:
+        _registered.add(device)
+        register_current_stream(device, partial(current_stream, array.device))
     return Buffer(
         array,
         dtype,
@@ -377,7 +378,7 @@ def _adapt(array: Array) -> Buffer:
         None,
         True,
         None if packed is array else unpack,
-        Device("cuda", array.device),
+        device,
         packed.ptr,
         packed.size,
         current_stream(array.device),

@@ -1,7 +1,7 @@
 """A CUDA device for tests on machines without one; its streams run late.
 
     simulation = Simulation(devices=1, policy="newest")
-    unicoll.arrays.cuda.install(simulation.cuda)
+    unicoll.arrays.devices.install("cuda", simulation.cuda)
     ...
     simulation.close()
 
@@ -56,9 +56,10 @@ class Simulation:
         name: part of the devices' unique ids; processes with the same name see the same devices.
         policy, seed, patience: see :class:`tests.simulated_nccl.streams.Scheduler`.
         capability: compute capability of the devices.
+        runtime: the class of :attr:`cuda`; :class:`SimulatedCuda` by default.
 
     Attributes:
-        cuda: for :func:`unicoll.arrays.cuda.install`.
+        cuda: for :func:`unicoll.arrays.devices.install`.
         scheduler, memory, pool: streams and memory.
     """
 
@@ -70,11 +71,13 @@ class Simulation:
         seed: int = 0,
         patience: float = 0.005,
         capability: tuple[int, int] = (9, 0),
+        runtime: type[SimulatedCuda] | None = None,
     ) -> None:
         self.scheduler = Scheduler(policy, seed, patience)
         self.memory = Memory(self.scheduler)
         self.pool = Pool(self.memory, self.scheduler)
-        self.cuda = SimulatedCuda(self.scheduler, self.memory, devices, name, capability)
+        made = SimulatedCuda if runtime is None else runtime
+        self.cuda = made(self.scheduler, self.memory, devices, name, capability)
         self.hold = self.scheduler.hold
 
     @property

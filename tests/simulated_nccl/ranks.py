@@ -1,4 +1,4 @@
-"""Ranks with a simulated GPU each: processes with a simulated CUDA device and NCCL.
+"""Ranks with a simulated GPU each: processes with a simulated CUDA device and NCCL, or with an XPU and oneCCL.
 
     with SimulatedJob(2, policy="newest") as job: ...
     pools(partial(SimulatedJob, policy="random", seed=3))
@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
-import unicoll.arrays.cuda
 from tests.simulated_nccl import (
     arrays,
     family,  # noqa: F401 - registers the family for the conformance suite
 )
-from tests.simulated_nccl.cuda import Simulation
+from tests.simulated_nccl.cuda import SimulatedCuda, Simulation
 from tests.simulated_nccl.nccl import SimulatedNccl
+from tests.simulated_nccl.oneccl import SimulatedOneCCL, SimulatedXpu
 from tests.support import worker
 from tests.support.ranks import ProcessJob, joined
+from unicoll.arrays import devices
 from unicoll.testing import cases
 
 __all__ = ["Settings", "SimulatedJob", "install", "nccl", "run", "simulation", "uninstall"]
@@ -43,6 +45,7 @@ class Settings:
         backend: backend of the default group.
         using: options of the conformance suite's calls, as (name, value) pairs.
         bound: whether the ranks pass their device as ``device_id`` when they join.
+        xpu: whether the devices are XPUs, and the library is oneCCL.
     """
 
     policy: str = "oldest"
@@ -56,6 +59,7 @@ class Settings:
     backend: str | None = "cpu:gloo,cuda:nccl"
     using: tuple[tuple[str, Any], ...] = ()
     bound: bool = False
+    xpu: bool = False
 
 
 _installed: tuple[Simulation, SimulatedNccl] | None = None
@@ -76,21 +80,28 @@ def nccl() -> SimulatedNccl:
     return _installed[1]
 
 
-def install(settings: Settings, rank: int, size: int) -> None:
-    """Replace CUDA and NCCL by the simulation in this process."""
-    global _installed
-    from nccl_comm.library import locate
+def _locate(simulation: Simulation) -> Any:
+    """The module that has the process's library."""
+    package = "xccl_comm" if simulation.cuda.device_type == "xpu" else "nccl_comm"
+    return import_module(f"{package}.library.locate")
 
+
+def install(settings: Settings, rank: int, size: int) -> None:
+    """Replace the devices and their library by the simulation in this process."""
+    global _installed
     uninstall()
     count = size if settings.devices == "own" else 1
     name = str(rank) if settings.devices == "one" else "0"
     capability = settings.capabilities[rank] if settings.capabilities else (9, 0)
-    made = Simulation(count, name, settings.policy, settings.seed + rank, settings.patience, capability)
+    runtime = SimulatedXpu if settings.xpu else SimulatedCuda
+    made = Simulation(
+        count, name, settings.policy, settings.seed + rank, settings.patience, capability, runtime
+    )
     if settings.devices == "own":
         made.cuda.set_device(rank)
-    library = SimulatedNccl(made, settings.version, settings.prompt)
-    unicoll.arrays.cuda.install(made.cuda)
-    locate.install(library)
+    library = (SimulatedOneCCL if settings.xpu else SimulatedNccl)(made, settings.version, settings.prompt)
+    devices.install(made.cuda.device_type, made.cuda)
+    _locate(made).install(library)
     arrays.use(made)
     if settings.own_stream:
         _kept.append(arrays.Stream().__enter__())
@@ -112,14 +123,12 @@ def uninstall() -> None:
     global _installed
     if _installed is None:
         return
-    from nccl_comm.library import locate
-
     made, library = _installed
     _installed = None
     _kept.clear()
     arrays.use(None)
-    locate.install(None)
-    unicoll.arrays.cuda.install(None)
+    _locate(made).install(None)
+    devices.install(made.cuda.device_type, None)
     library.close()
     made.close()
 

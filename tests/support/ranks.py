@@ -368,9 +368,10 @@ def run_ranks(
     *args: Any,
     timeout: float = CALL_S,
     env: dict[str, str] | None = None,
+    start: Callable[..., ProcessJob] = ProcessJob,
 ) -> list[Any]:
     """Join, call, leave; returns each value. Raises RanksFailed on failures, hangs, leaks and output on stderr."""
-    with joined(size, env=env) as job:
+    with joined(size, start, env=env) as job:
         job.call(function, *args)
         values = job.results(timeout)
         end_cleanly(job)

@@ -17,7 +17,7 @@ import pytest
 from tests.support.forks import in_fork
 from tests.unit.c_functions import StandIn, alike, header, parse, put, putting
 from tests.unit.declarations import CUDA
-from unicoll.arrays import cuda, cuda_driver
+from unicoll.arrays import cuda_driver, devices
 from unicoll.arrays.cuda_driver import SIGNATURES, CudaDriver
 from unicoll.arrays.device_runtime import DeviceError, DeviceFacts, DeviceRuntime, await_event, on_device
 from unicoll.bootstrap import environment_report
@@ -435,29 +435,29 @@ def test_without_a_driver_the_reason_names_the_library(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def _own_runtime() -> Iterator[None]:
-    cuda.install(None)
+    devices.install("cuda", None)
     yield
-    cuda.install(None)
+    devices.install("cuda", None)
 
 
 @pytest.mark.usefixtures("_own_runtime")
 def test_the_driver_is_the_default(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "load", lambda: "no driver today")
-    assert cuda.reason_against() == "no driver today"
+    assert devices.reason_against("cuda") == "no driver today"
     with pytest.raises(BackendUnavailableError, match="no driver today"):
-        cuda.cuda()
-    cuda.install(None)
+        devices.runtime("cuda")
+    devices.install("cuda", None)
     monkeypatch.undo()
     loaded = _load_with(machine, monkeypatch)
     monkeypatch.setattr(cuda_driver, "load", lambda: loaded)
-    assert cuda.reason_against() is None
-    assert cuda.cuda() is loaded
+    assert devices.reason_against("cuda") is None
+    assert devices.runtime("cuda") is loaded
 
 
 @pytest.mark.usefixtures("_own_runtime")
 def test_explain_names_the_driver_and_the_devices(driver: CudaDriver, machine: Machine) -> None:
     _identify(machine)
-    cuda.install(driver)
+    devices.install("cuda", driver)
     said = environment_report.lines({})
     start = said.index("CUDA 12.8 driver: 2 devices")
     assert said[start + 1 :] == [
@@ -466,7 +466,7 @@ def test_explain_names_the_driver_and_the_devices(driver: CudaDriver, machine: M
         for n in (0, 1)
     ]
     machine.answers["cuDeviceTotalMem_v2"] = lambda place, device: NOT_INITIALIZED
-    cuda.install(CudaDriver(machine, "libcuda.so.1"))
+    devices.install("cuda", CudaDriver(machine, "libcuda.so.1"))
     assert (
         environment_report.lines({})[-1]
         == "CUDA: cuDeviceTotalMem_v2: CUDA_ERROR_NOT_INITIALIZED: initialization error"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import unicoll as dist
+from tests.simulated_nccl.cuda import Simulation
+from tests.simulated_nccl.oneccl import SimulatedXpu
 from tests.support.programs import python
 from tests.xccl.xccl_ranks import unavailable_reason
 from unicoll.device_collectives import interface
@@ -31,10 +34,18 @@ class StandIn:
         return Function()
 
 
-@pytest.mark.parametrize("cls", [bindings.OneCCL, HostOneCCL])
-def test_bindings_have_the_members_of_the_interface_with_their_arguments(cls: Any) -> None:
+def for_xpu(library: Any) -> bindings.XpuOneCCL:
+    """The bindings on an XPU, the current device of which is the third."""
+    simulation = Simulation(4, runtime=SimulatedXpu)
+    simulation.cuda.set_device(2)
+    simulation.close()
+    return bindings.XpuOneCCL(library, "/stand-in/libccl.so.2", simulation.cuda)
+
+
+@pytest.mark.parametrize("make", [for_xpu, partial(HostOneCCL, path="/stand-in/libccl.so.2")])
+def test_bindings_have_the_members_of_the_interface_with_their_arguments(make: Any) -> None:
     """Methods that are oneCCL's functions have no signature; those that it lacks are not there."""
-    library = cls(StandIn(), "/stand-in/libccl.so.2")
+    library = make(StandIn())
     for name, member in (vars(interface.Operations) | vars(interface.CollectiveLibrary)).items():
         if name.startswith("_"):
             continue
@@ -52,6 +63,25 @@ def test_options_of_a_communicator_are_refused_by_name() -> None:
     library.config(interface.Config(comm_name="world"))
     with pytest.raises(dist.DistArgumentError, match=r"min_ctas, max_ctas: .*libccl\.so\.2"):
         library.config(interface.Config(min_ctas=1, max_ctas=2))
+
+
+def test_oneccl_gets_the_current_device_before_it_makes_a_communicator() -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Recorded(StandIn):
+        def __getattr__(self, name: str) -> Any:
+            def function(*arguments: Any) -> int:
+                calls.append((name, arguments[0]))
+                return 0
+
+            return function
+
+    library = for_xpu(Recorded())
+    calls.clear()
+    code, _ = library.comm_init(2, [bytes(4096)], 0, interface.Config(comm_name="world"))
+    assert code == 0
+    assert calls[0] == ("onecclSetDevice", 2)
+    assert calls[1][0] == "onecclCommInitRankConfig"
 
 
 def run(program: str, **env: str) -> str:
@@ -75,9 +105,24 @@ def test_a_named_library_that_cannot_be_loaded_is_the_reason(tmp_path: Path) -> 
     assert "libccl.so.2" in said
 
 
+def test_the_plug_in_for_gpus_needs_a_device() -> None:
+    said = run(REASON, CCL_PLUGIN="ONECCL_LEGACY")
+    assert said.startswith("False\nbackend 'xccl': Intel's driver for GPUs cannot be loaded: ")
+
+
 @real
-def test_the_plug_in_for_gpus_is_refused_for_host_memory() -> None:
-    assert "CCL_PLUGIN is 'ONECCL_LEGACY'" in run(REASON, CCL_PLUGIN="ONECCL_LEGACY")
+def test_the_variables_of_oneccl_are_set_for_its_own_calls_only() -> None:
+    program = """
+import os, unicoll
+assert unicoll.is_xccl_available()
+unicoll.init_process_group("xccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+import numpy as np
+x = np.ones(3)
+unicoll.all_reduce(x)
+print([name for name in os.environ if name.startswith("CCL_")])
+unicoll.destroy_process_group()
+"""
+    assert "[]" in run(program).splitlines()
 
 
 @real

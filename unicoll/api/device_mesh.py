@@ -75,7 +75,7 @@ def init_device_mesh(
     Initialises the default process group (from the environment) if there is none yet.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``, without an index.
+        device_type: ``"cpu"``, ``"cuda"`` or ``"xpu"``, without an index.
         mesh_shape: size of each dimension. Their product is at most the world size; if it is smaller, the other ranks
             are not part of the mesh.
         mesh_dim_names: a distinct name for each dimension.
@@ -107,16 +107,17 @@ def init_device_mesh(
     )
 
 
-def _select_device() -> None:
-    """Make the CUDA device of this process's local rank the current one, if the thread has none (torch's rule)."""
-    from unicoll.arrays import cuda  # programs on CPUs do not need it
+def _select_device(device_type: str) -> None:
+    """Make the device of this process's local rank the current one, if the thread has none (torch's rule)."""
+    from unicoll.arrays import devices  # programs on CPUs do not need it
 
     job, torch = world.current("DeviceMesh"), sys.modules.get("torch")
     local = job.local_rank
-    used = torch is not None and torch.cuda.is_initialized()
-    if local is None or job.fake or used or cuda.reason_against() is not None:
+    if local is None or job.fake or devices.reason_against(device_type) is not None:
         return
-    runtime = cuda.cuda()
+    if torch is not None and getattr(torch, device_type).is_initialized():
+        return
+    runtime = devices.runtime(device_type)
     count = runtime.device_count()
     if runtime.current_device() < 0 and (local < count or count == 1):  # one: the launcher shows each its own
         runtime.set_device(min(local, count - 1))
@@ -129,7 +130,7 @@ class DeviceMesh:
     one dimension after the other, in an order that is equal on all ranks.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``. With ``"cuda"``, if this thread has no current CUDA device yet, that of
+        device_type: ``"cpu"``, ``"cuda"`` or ``"xpu"``. If this thread has no current device of the type yet, that of
             the launcher's local rank becomes it.
         mesh: array (or nested lists) of distinct global ranks.
         mesh_dim_names: a distinct name for each dimension of ``mesh``.
@@ -161,8 +162,8 @@ class DeviceMesh:
             )
         if _init_backend:
             _check_world(ranks)
-            if device_type == "cuda":
-                _select_device()
+            if device_type in ("cuda", "xpu"):
+                _select_device(device_type)
         axes = tuple(merged([(size, prod(ranks.shape[dim + 1 :]))]) for dim, size in enumerate(ranks.shape))
         rank = world.get_rank() if _rank is None else _rank
         self._lay_out(device_type, ranks.reshape(-1), axes, names, rank, None)
@@ -218,7 +219,7 @@ class DeviceMesh:
 
     @property
     def device_type(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
+        """``"cpu"``, ``"cuda"`` or ``"xpu"``."""
         return self._device_type
 
     @property
@@ -362,7 +363,7 @@ class DeviceMesh:
 
         Args:
             group: one group for a mesh of one dimension, or a list with this rank's group along each.
-            device_type: ``"cpu"`` or ``"cuda"``.
+            device_type: ``"cpu"``, ``"cuda"`` or ``"xpu"``.
             mesh: global ranks; needed with a list of groups; None takes those of the group.
             mesh_dim_names: a distinct name for each dimension; needed with a list of groups.
 

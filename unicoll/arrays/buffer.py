@@ -21,11 +21,11 @@ class Buffer:
         count: number of elements.
         shape: the array's shape.
         device: the device of the array's memory.
-        flat: for CPU memory a contiguous 1-D NumPy view (or packed copy) in ``dtype.storage``; None on CUDA.
-        ptr: for CUDA memory the device address; 0 on the CPU.
-        stream: for CUDA memory the handle of the stream that orders the array: its library's current stream when the
+        flat: for CPU memory a contiguous 1-D NumPy view (or packed copy) in ``dtype.storage``; None on a device.
+        ptr: for device memory the device address; 0 on the CPU.
+        stream: for device memory the handle of the stream that orders the array: its library's current stream when the
             buffer was made.
-        current_stream: for CUDA memory a function that returns the handle of the library's current stream on the
+        current_stream: for device memory a function that returns the handle of the library's current stream on the
             device at the time of the call; None on the CPU.
         writable: True if results may be written to the array. False for read-only memory, for a tensor that was
             expanded, whose elements share memory, and for one whose values autograd needs for the backward pass.
@@ -105,11 +105,11 @@ class Buffer:
 
 Adapter = Callable[[Any], Buffer]
 
-_CURRENT_STREAMS: dict[int, list[Callable[[], int]]] = {}
-"""By device ordinal: per array library, a function that returns its current stream on the device."""
+_CURRENT_STREAMS: dict[Device, list[Callable[[], int]]] = {}
+"""By device: per array library, a function that returns its current stream on the device."""
 
 
-def register_current_stream(device: int, current_stream: Callable[[], int]) -> None:
+def register_current_stream(device: Device, current_stream: Callable[[], int]) -> None:
     """Register an array library on a device.
 
     Args:
@@ -118,6 +118,6 @@ def register_current_stream(device: int, current_stream: Callable[[], int]) -> N
     _CURRENT_STREAMS.setdefault(device, []).append(current_stream)
 
 
-def current_streams(device: int) -> set[int]:
+def current_streams(device: Device) -> set[int]:
     """Handles of the calling thread's current streams on a device, one per registered array library."""
     return {current_stream() for current_stream in _CURRENT_STREAMS.get(device, ())}

@@ -1,8 +1,8 @@
 """Conversion of arrays to buffers: ``as_buffer(array) -> Buffer``, with one adapter per array family.
 
-The family follows from the array's type: NumPy, torch, CuPy, then any type with ``__dlpack__``,
-``__cuda_array_interface__`` or the buffer protocol. The adapters for torch and CuPy take the module from
-``sys.modules`` and import nothing.
+The family follows from the array's type: NumPy, torch, CuPy, then any type with ``__sycl_usm_array_interface__``,
+``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol. The adapters for torch and CuPy take the module
+from ``sys.modules`` and import nothing.
 
 Backends always get contiguous memory. An array that is not contiguous is packed into a copy, and a result is
 copied back with :meth:`Buffer.write_back`; the array keeps its strides.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from unicoll.arrays import cuda, dlpack
+from unicoll.arrays import devices, dlpack
 from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, register_current_stream
 from unicoll.arrays.device_runtime import LEGACY_STREAM
 from unicoll.arrays.torch_tensors import torch_family
@@ -87,7 +87,7 @@ def _from_numpy_subclass(array: Any) -> Buffer:
     return buffer
 
 
-# --- CUDA arrays -----------------------------------------------------------------------------------------------
+# --- arrays on devices -----------------------------------------------------------------------------------------
 
 
 def _from_cuda_interface(array: Any) -> Buffer:
@@ -103,7 +103,7 @@ def _from_cuda_interface(array: Any) -> Buffer:
     device = getattr(array, "device", None)
     index = getattr(device, "id", device if isinstance(device, int) else None)
     if index is None:
-        index = max(0, cuda.cuda().device_of(int(pointer))) if pointer else 0
+        index = max(0, devices.runtime("cuda").device_of(int(pointer))) if pointer else 0
     stream = cai.get("stream") or 0
     if stream == LEGACY_STREAM:
         stream = 0
@@ -123,7 +123,7 @@ def _from_cuda_interface(array: Any) -> Buffer:
 
 
 def _from_dlpack(array: Any) -> Buffer:
-    """An array with ``__dlpack__`` on the CPU or a CUDA device; ordered by the legacy default stream."""
+    """An array with ``__dlpack__`` on the CPU, or on a device, where its library's default stream orders it."""
     kind, index = dlpack.device_of(array)
     immutable = type(array).__module__.partition(".")[0] in _IMMUTABLE
     if kind == dlpack.CPU_DEVICE:
@@ -131,9 +131,14 @@ def _from_dlpack(array: Any) -> Buffer:
         buffer.owner = array
         buffer.writable = buffer.writable and not immutable
         return buffer
-    if kind not in dlpack.CUDA_DEVICES:
+    if kind in dlpack.CUDA_DEVICES:
+        device, memory = Device("cuda", index), dlpack.import_device(array, LEGACY_STREAM, 0)
+    elif kind == dlpack.ONEAPI_DEVICE:
+        device = Device("xpu", index)
+        # without a queue of the consumer's the producer orders the memory by its own default queue
+        memory = dlpack.import_device(array, None, _sycl().default_stream(index))
+    else:
         raise DistTypeError(f"arrays on a device of DLPack type {kind} cannot be communicated")
-    memory = dlpack.import_cuda(array, LEGACY_STREAM)
     count = int(np.prod(memory.shape, dtype=np.int64))
     writable = not (memory.read_only or immutable)
     return Buffer(
@@ -143,11 +148,53 @@ def _from_dlpack(array: Any) -> Buffer:
         None,
         writable,
         None,
-        Device("cuda", index),
+        device,
         memory.ptr,
         count,
-        0,
         memory.stream,
+        memory.current_stream,
+    )
+
+
+def _sycl() -> Any:
+    return devices.runtime("xpu")
+
+
+def _from_usm_interface(array: Any) -> Buffer:
+    """An array with ``__sycl_usm_array_interface__``, version 1 (in dpctl's documentation), ordered by its queue."""
+    found = array.__sycl_usm_array_interface__
+    dtype = _numpy_dtype(np.dtype(found["typestr"]))
+    shape = tuple(int(n) for n in found["shape"])
+    strides, packed, unpack = found.get("strides"), array, None
+    if strides is not None and not dlpack.is_contiguous(shape, strides):
+        namespace = getattr(array, "__array_namespace__", None)
+        if namespace is None:
+            raise DistArgumentError(
+                "a SYCL array that is not contiguous cannot be communicated; copy it first"
+            )
+        packed = namespace().asarray(array, order="C")
+
+        def unpack() -> None:
+            array[...] = packed
+
+    pointer, read_only = packed.__sycl_usm_array_interface__["data"]
+    offset = packed.__sycl_usm_array_interface__.get("offset", 0)
+    queue = found["syclobj"]
+    if not hasattr(queue, "sycl_device"):  # a context, or the name of a device
+        queue = sys.modules["dpctl.memory"].as_usm_memory(array).sycl_queue
+    index, stream = _sycl().place_of(queue)
+    return Buffer(
+        array,
+        dtype,
+        shape,
+        None,
+        not read_only,
+        unpack,
+        Device("xpu", index),
+        int(pointer or 0) + offset * dtype.itemsize,
+        int(np.prod(shape, dtype=np.int64)),
+        stream,
+        lambda: (packed, stream)[1],  # keeps the packed copy
     )
 
 
@@ -174,20 +221,20 @@ def _cupy_family(kind: type) -> Adapter | None:
 def _cupy_adapter(cupy: Any) -> Adapter:
     """A function that makes buffers of plain CuPy arrays."""
     get_current_stream = cupy.cuda.get_current_stream
-    devices: dict[int, tuple[Device, Callable[[], int]]] = {}
+    known: dict[int, tuple[Device, Callable[[], int]]] = {}
 
     def add_device(index: int) -> tuple[Device, Callable[[], int]]:
         def current_stream() -> int:
             return int(get_current_stream(index).ptr)
 
-        found = devices[index] = (Device("cuda", index), current_stream)
-        register_current_stream(index, current_stream)
+        found = known[index] = (Device("cuda", index), current_stream)
+        register_current_stream(*found)
         return found
 
     def adapt(array: Any) -> Buffer:
         dtype = _BY_NUMPY.get(array.dtype) or _numpy_dtype(array.dtype)
         index = array.device.id
-        device, current_stream = devices.get(index) or add_device(index)
+        device, current_stream = known.get(index) or add_device(index)
         unpack, packed = None, array
         if not array.flags.c_contiguous:
             with cupy.cuda.Device(index):  # CuPy allocates and copies on the current one
@@ -305,6 +352,8 @@ def _find_adapter(kind: type, array: Any) -> Adapter:
         family = _family_of(str(base.__module__))
         if family is not None and (adapter := family(kind)) is not None:
             break
+    if adapter is None and hasattr(array, "__sycl_usm_array_interface__"):
+        adapter = _from_usm_interface
     if adapter is None and hasattr(array, "__dlpack_device__"):
         adapter = _from_dlpack
     if adapter is None and hasattr(array, "__cuda_array_interface__"):

@@ -116,11 +116,11 @@ class DeviceMemory:
 
     def bound(self) -> AbstractContextManager[None]:
         """Context in which the device is the thread's current one, which libraries that take device addresses need."""
-        return on_device(self._copier.cuda, self._device)
+        return on_device(self._copier.runtime, self._device)
 
     def bind(self) -> None:
         """Make the device the thread's current one."""
-        self._copier.cuda.set_device(self._device)
+        self._copier.runtime.set_device(self._device)
 
     def flat(self, buffer: Buffer) -> DeviceFlat:
         """The memory of an array of the call."""
@@ -146,10 +146,10 @@ class DeviceMemory:
         for target, source in pairs:
             if target.overlaps(source):
                 temporaries.append(self.empty(source.size, source.dtype))
-                copier.cuda.copy(temporaries[-1].ptr, source.ptr, source.nbytes, stream)
+                copier.runtime.copy(temporaries[-1].ptr, source.ptr, source.nbytes, stream)
                 source = temporaries[-1]
-            copier.cuda.copy(target.ptr, source.ptr, source.nbytes, stream)
-        copier.cuda.record(event, stream)
+            copier.runtime.copy(target.ptr, source.ptr, source.nbytes, stream)
+        copier.runtime.record(event, stream)
         try:
             copier.wait(event, self._call, max(self._deadline, time.monotonic()))
         except BaseException:

@@ -1,6 +1,6 @@
 """The interface of a device runtime: devices, streams, events, copies and memory.
 
-:mod:`unicoll.arrays.cuda` has the runtime of CUDA devices. Handles of streams and events are integers.
+:mod:`unicoll.arrays.devices` has the runtime of CUDA devices. Handles of streams and events are integers.
 """
 
 from __future__ import annotations
@@ -107,6 +107,10 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def capturing(self, stream: int) -> bool:
         """True if the stream is capturing a graph, including a failed capture that has not ended yet."""
+
+    def in_order(self, stream: int) -> bool:
+        """True if work on a stream runs in the order in which it is put there."""
+        return True
 
     @abstractmethod
     def create_event(self, device: int, timing: bool = False) -> int:

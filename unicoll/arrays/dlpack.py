@@ -1,7 +1,7 @@
 """Arrays that are accessible by DLPack only (https://dmlc.github.io/dlpack), for example JAX arrays.
 
-CPU arrays become NumPy views. NumPy has no CUDA arrays, so their capsules are read here: the producer gets the stream
-on which the memory is read, and makes that stream wait for pending writes.
+CPU arrays become NumPy views. NumPy has no arrays on devices, so their capsules are read here: on CUDA the producer
+gets the stream on which the memory is read, and makes that stream wait for pending writes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from unicoll.errors import DistArgumentError, DistTypeError
 CPU_DEVICE = 1
 CUDA_DEVICES = (2, 13)
 """kDLCUDA and kDLCUDAManaged."""
+ONEAPI_DEVICE = 14
+"""kDLOneAPI: a SYCL device."""
 _READ_ONLY = 1
 _VERSIONED = b"dltensor_versioned"
 
@@ -88,6 +90,7 @@ class DLPackMemory:
         dtype: element type of the array.
         shape: shape of the array.
         read_only: True if the producer marked the memory read-only.
+        stream: handle of the stream that orders it.
     """
 
     capsule: Any
@@ -95,10 +98,11 @@ class DLPackMemory:
     dtype: DType
     shape: tuple[int, ...]
     read_only: bool
+    stream: int
 
-    def stream(self) -> int:
-        """Handle of the stream that orders the memory: the legacy default stream. The bound method keeps the memory."""
-        return 0
+    def current_stream(self) -> int:
+        """:attr:`stream`. The bound method keeps the memory."""
+        return self.stream
 
 
 def device_of(array: Any) -> tuple[int, int]:
@@ -149,8 +153,12 @@ def host_view(array: Any) -> np.ndarray[Any, Any]:
     return np.asarray(WritableMemory(view))
 
 
-def import_cuda(array: Any, stream: int) -> DLPackMemory:
-    """The memory of an array on a CUDA device, ordered for ``stream`` (1 is the legacy default stream).
+def import_device(array: Any, stream: int | None, handle: int) -> DLPackMemory:
+    """The memory of an array on a device.
+
+    Args:
+        stream: for the producer: on CUDA the stream for which the memory is ordered (1 is the legacy default stream).
+        handle: the stream's handle here.
 
     Raises:
         DistTypeError: the element type cannot be communicated.
@@ -177,7 +185,8 @@ def import_cuda(array: Any, stream: int) -> DLPackMemory:
     shape = tuple(tensor.shape[: tensor.ndim])
     if tensor.strides and not is_contiguous(shape, tensor.strides[: tensor.ndim]):
         raise DistArgumentError("a DLPack array that is not contiguous cannot be communicated; copy it first")
-    return DLPackMemory(capsule, int(tensor.data or 0) + tensor.byte_offset, BY_NAME[found], shape, read_only)
+    address = int(tensor.data or 0) + tensor.byte_offset
+    return DLPackMemory(capsule, address, BY_NAME[found], shape, read_only, handle)
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int], unit: int = 1) -> bool:

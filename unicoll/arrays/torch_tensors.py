@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from unicoll.arrays import devices
 from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, register_current_stream
 from unicoll.arrays.types import DTYPES, Device, DType
 from unicoll.errors import DistTypeError
@@ -88,7 +89,7 @@ def _torch_adapter(torch: Any) -> Adapter:
     """A function that makes buffers of plain tensors and of parameters."""
     by_torch = {getattr(torch, d.name): d for d in DTYPES if hasattr(torch, d.name)}
     strided = torch.strided
-    on_cuda = _torch_on_cuda(torch)
+    on_device = {kind: _torch_on_device(torch, kind) for kind in _STREAM_FUNCTIONS}
     grad_enabled = torch.is_grad_enabled
     profiler, watch = torch.autograd.profiler, profiler_watch
     if not hasattr(profiler, "_is_profiler_enabled"):
@@ -106,9 +107,9 @@ def _torch_adapter(torch: Any) -> Adapter:
             )
         if not tensor.is_cpu:
             device = tensor.device
-            if device.type != "cuda":
+            if device.type not in on_device:
                 raise DistTypeError(f"tensors on device {device} cannot be communicated")
-            return on_cuda(tensor, dtype, device)
+            return on_device[device.type](tensor, dtype, device)
         try:
             shape = tuple(tensor.shape)
         except RuntimeError as e:  # a nested tensor has none
@@ -158,24 +159,41 @@ def _packed_tensor(source: Any) -> tuple[Any, Callable[[], None]]:
     return packed, unpack
 
 
-def _torch_on_cuda(torch: Any) -> Callable[[Any, DType, Any], Buffer]:
-    """A function that makes buffers of CUDA tensors."""
-    devices: dict[int, tuple[Device, Callable[[], int]]] = {}
+def _cuda_stream(torch: Any, index: int) -> Callable[[], int]:
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+    def public_api() -> int:  # slower than the private function
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+    return public_api if raw_stream is None else partial(raw_stream, index)
+
+
+def _xpu_stream(torch: Any, index: int) -> Callable[[], int]:
+    current_stream = getattr(devices.runtime("xpu"), "current_stream", None)
+    if current_stream is None:
+        raise DistTypeError(
+            "tensors on xpu cannot be communicated: torch was imported after dpctl's devices were used"
+        )
+    return partial(current_stream, index)
+
+
+_STREAM_FUNCTIONS = {"cuda": _cuda_stream, "xpu": _xpu_stream}
+"""By device type: returns the function that returns the handle of torch's current stream on a device."""
+
+
+def _torch_on_device(torch: Any, kind: str) -> Callable[[Any, DType, Any], Buffer]:
+    """A function that makes buffers of tensors on devices of a type."""
+    known: dict[int, tuple[Device, Callable[[], int]]] = {}
     grad_enabled = torch.is_grad_enabled
 
     def add_device(index: int) -> tuple[Device, Callable[[], int]]:
-        def public_api() -> int:  # slower than the private function
-            return int(torch.cuda.current_stream(index).cuda_stream)
-
-        current_stream: Callable[[], int] = public_api if raw_stream is None else partial(raw_stream, index)
-        found = devices[index] = (Device("cuda", index), current_stream)
-        register_current_stream(index, current_stream)
+        found = known[index] = (Device(kind, index), _STREAM_FUNCTIONS[kind](torch, index))
+        register_current_stream(*found)
         return found
 
     def adapt(tensor: Any, dtype: DType, torch_device: Any) -> Buffer:
         index = torch_device.index
-        device, current_stream = devices.get(index) or add_device(index)
+        device, current_stream = known.get(index) or add_device(index)
         unpack, packed = None, tensor
         writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():

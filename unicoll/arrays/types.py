@@ -81,8 +81,8 @@ class Device:
     """Device of an array.
 
     Attributes:
-        type: ``"cpu"`` or ``"cuda"``.
-        index: the CUDA ordinal; -1 for the CPU.
+        type: ``"cpu"``, ``"cuda"`` or ``"xpu"``.
+        index: the device's ordinal; -1 for the CPU.
     """
 
     type: str

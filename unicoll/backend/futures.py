@@ -78,11 +78,12 @@ def torch_future(
         outputs: its output arrays.
         value: returns what the future is complete with when the operation has ended, in place of the outputs.
     """
-    on_device = len(outputs) > 0 and outputs[0].is_cuda
+    on_device = len(outputs) > 0 and (outputs[0].is_cuda or outputs[0].is_xpu)
     devices = [outputs[0].device] if on_device and value is None else None
     if devices is None or not work.orders_streams:
         return _at_end(torch.futures.Future(devices=devices), work, value or partial(_waited, work, outputs))
-    with torch.cuda.stream(torch.cuda.Stream(outputs[0].device)):  # one of torch's pool
+    module = torch.get_device_module(outputs[0].device)
+    with module.stream(module.Stream(outputs[0].device)):  # one of torch's pool
         ended = torch.futures.Future(devices=devices)
         try:
             work.wait()

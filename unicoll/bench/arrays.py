@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.arrays import cuda as streams
+from unicoll.arrays import devices
 from unicoll.arrays.conversion import as_buffer
+from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.types import DType
 from unicoll.staging.pinned_pool import PinnedBlock
 from unicoll.testing.reference import numpy_dtype
@@ -32,7 +33,7 @@ class Unsupported(Exception):
 
 
 class BenchArrays:
-    """Flat arrays of one library on one device, ``"cpu"`` or ``"cuda:N"``."""
+    """Flat arrays of one library on one device, ``"cpu"``, ``"cuda:N"`` or ``"xpu:N"``."""
 
     def __init__(self, allocate: Allocate, device: str = "cpu") -> None:
         self.device = device
@@ -64,21 +65,24 @@ class BenchArrays:
         return elements
 
     def _copy(self, array: Any, elements: Flat, to_device: bool) -> None:
-        cuda, address, host = streams.cuda(), as_buffer(array).ptr, elements.view(np.uint8)
-        pinned = PinnedBlock(cuda.pin(_PIECE), _PIECE)
+        runtime, address, host = self._runtime(), as_buffer(array).ptr, elements.view(np.uint8)
+        pinned = PinnedBlock(runtime.pin(_PIECE), _PIECE)
         try:
             for start in range(0, host.size, _PIECE):
                 part = host[start : start + _PIECE]
                 if to_device:
                     pinned.bytes[: part.size] = part
-                    cuda.copy(address + start, pinned.ptr, part.size, self._current_stream())
+                    runtime.copy(address + start, pinned.ptr, part.size, self._current_stream())
                     self.finish()
                 else:
-                    cuda.copy(pinned.ptr, address + start, part.size, self._current_stream())
+                    runtime.copy(pinned.ptr, address + start, part.size, self._current_stream())
                     self.finish()
                     part[...] = pinned.bytes[: part.size]
         finally:
-            cuda.unpin(pinned.ptr)
+            runtime.unpin(pinned.ptr)
+
+    def _runtime(self) -> DeviceRuntime:
+        return devices.runtime(self.device.partition(":")[0])
 
     def _current_stream(self) -> int:
         return self._stream() if self._stream is not None else 0
@@ -86,28 +90,28 @@ class BenchArrays:
     def finish(self) -> None:
         """Wait until the device has finished the work on the current stream; does nothing on the CPU."""
         if self.device != "cpu":
-            cuda, stream = streams.cuda(), self._current_stream()
-            while not cuda.stream_done(stream):
+            runtime, stream = self._runtime(), self._current_stream()
+            while not runtime.stream_done(stream):
                 os.sched_yield()
 
     def mark(self) -> int:
         """An event on the current stream of the device, for :meth:`between`."""
-        cuda = streams.cuda()
-        event = cuda.create_event(device_index(self.device), timing=True)
-        cuda.record(event, self._current_stream())
+        runtime = self._runtime()
+        event = runtime.create_event(device_index(self.device), timing=True)
+        runtime.record(event, self._current_stream())
         return event
 
     def between(self, first: int, last: int) -> float:
         """Seconds between two marks, after both have completed (:meth:`finish`); they are used once."""
-        cuda = streams.cuda()
-        seconds = cuda.elapsed(first, last)
+        runtime = self._runtime()
+        seconds = runtime.elapsed(first, last)
         for event in (first, last):
-            cuda.destroy_event(event)
+            runtime.destroy_event(event)
         return seconds
 
 
 def device_index(device: str) -> int:
-    """The number of a device ``"cuda:N"``."""
+    """The number of a device ``"cuda:N"`` or ``"xpu:N"``."""
     return int(device.partition(":")[2])
 
 
@@ -149,21 +153,23 @@ FAMILIES: dict[str, Allocate] = {"numpy": numpy_array, "torch": torch_array, "cu
 
 
 def family(array_name: str | None, device: str, dtype: DType) -> BenchArrays:
-    """The arrays for a contender on a device, ``"cpu"`` or ``"cuda:N"``.
+    """The arrays for a contender on a device, ``"cpu"``, ``"cuda:N"`` or ``"xpu:N"``.
 
-    Without ``array_name`` they are NumPy's (torch's for types that only it has) on the CPU, and CuPy's, or torch's if
-    CuPy is not installed, on a CUDA device. Unsupported if the library is not installed or lacks the device.
+    Without ``array_name`` they are NumPy's (torch's for types that only it has) on the CPU, CuPy's, or torch's if CuPy
+    is not installed, on a CUDA device, and torch's on an XPU. Unsupported if the library is not installed or lacks the
+    device.
     """
     name = array_name
     if name is None and device == "cpu":
         needs_torch = not dtype.native and find_spec("ml_dtypes") is None and find_spec("torch") is not None
         name = "torch" if needs_torch else "numpy"
     elif name is None:
-        name = "cupy" if dtype.native and find_spec("cupy") is not None else "torch"
+        has_cupy = device.startswith("cuda") and find_spec("cupy") is not None
+        name = "cupy" if dtype.native and has_cupy else "torch"
     if name != "numpy" and find_spec(name) is None:
         raise Unsupported(f"{name} is not installed")
     if name == "numpy" and device != "cpu":
-        raise Unsupported("NumPy arrays are not on a CUDA device")
-    if name == "cupy" and device == "cpu":
+        raise Unsupported("NumPy arrays are not on a device")
+    if name == "cupy" and not device.startswith("cuda"):
         raise Unsupported("CuPy arrays are on a CUDA device")
     return BenchArrays(FAMILIES[name], device)

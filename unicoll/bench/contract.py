@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import unicoll as dist
-from unicoll.arrays import cuda as streams
+from unicoll.arrays import devices
 from unicoll.arrays.types import DType
 from unicoll.bench.arrays import BenchArrays, Unsupported, family
 from unicoll.bench.operations import CallRank, Counts, Operation
@@ -49,7 +49,7 @@ class BenchCase:
 class BenchJob:
     """The job in which contenders are opened.
 
-    ``local_rank`` selects the CUDA device, ``hosts`` has the host name of each rank, ``timeout`` is that of an
+    ``local_rank`` selects the device, ``hosts`` has the host name of each rank, ``timeout`` is that of an
     operation in seconds, and ``compression`` that of unicoll's all_reduce.
     """
 
@@ -66,7 +66,7 @@ class Contender(ABC):
 
     Attributes:
         name: its name on the command line and in the table.
-        device: ``"cpu"`` or ``"cuda:N"``, set by :meth:`open`.
+        device: ``"cpu"``, ``"cuda:N"`` or ``"xpu:N"``, set by :meth:`open`.
         refusals: exceptions that mean that it does not support an operation for a type.
         compression: of what it sends, set by :meth:`open`; "" if its results are exact.
         checked: False if it does not compute the operation's result, so that there is nothing to check.
@@ -120,18 +120,18 @@ class Contender(ABC):
         raise Unsupported(f"{self.name} is not measured with --overlap")
 
 
-def use_cuda(job: BenchJob) -> str:
-    """Select this rank's device in the driver and in the imported array libraries; returns ``"cuda:N"``."""
-    cuda = streams.cuda()
-    index = job.local_rank % cuda.device_count()
-    cuda.set_device(index)
+def use_device(job: BenchJob, kind: str = "cuda") -> str:
+    """Select this rank's device in its runtime and in the imported array libraries; returns ``"cuda:N"``."""
+    runtime = devices.runtime(kind)
+    index = job.local_rank % runtime.device_count()
+    runtime.set_device(index)
     if find_spec("torch") is not None:
-        torch = import_module("torch")
-        if torch.cuda.is_available():
-            torch.cuda.set_device(index)
-    if "cupy" in sys.modules:
+        module = getattr(import_module("torch"), kind)
+        if module.is_available():
+            module.set_device(index)
+    if kind == "cuda" and "cupy" in sys.modules:
         sys.modules["cupy"].cuda.Device(index).use()
-    return f"cuda:{index}"
+    return f"{kind}:{index}"
 
 
 def ping_pong(rank: int, send: Call, recv: Call) -> Call:

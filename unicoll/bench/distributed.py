@@ -16,7 +16,7 @@ import unicoll as dist
 from unicoll.arrays.types import DType
 from unicoll.backend.ops import Arity
 from unicoll.bench.arrays import BenchArrays, Unsupported, numpy_type, torch_array
-from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong, use_cuda
+from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong, use_device
 from unicoll.bench.values import FACTOR
 from unicoll.group import registry
 
@@ -106,9 +106,10 @@ class Unicoll(_Distributed):
 
     def open(self, job: BenchJob) -> None:
         kind, device = "cpu", None
-        if "cpu" not in registry.load(self.backend).caps.devices:
-            kind, device = "cuda", use_cuda(job)
-            self.device = device
+        types = registry.load(self.backend).caps.devices
+        if "cpu" not in types:
+            (kind,) = types
+            self.device = device = use_device(job, kind)
         self.compression = job.compression
         options = {"compression": job.compression} if job.compression else None
         backend = f"{kind}:{self.backend}"
@@ -149,8 +150,12 @@ class Symmetric(Unicoll):
         return memory[:count].view(numpy_type(dtype))
 
 
+_DEVICE_TYPES = {"nccl": "cuda", "xccl": "xpu"}
+"""The device type of the arrays of torch's backends, where it is not the CPU."""
+
+
 class Torch(_Distributed):
-    """torch.distributed with its gloo or nccl backend, in the same processes, with a separate store."""
+    """torch.distributed with its gloo, nccl or xccl backend, in the same processes, with a separate store."""
 
     refusals = (Unsupported, RuntimeError, ValueError, TypeError, NotImplementedError)
 
@@ -160,8 +165,9 @@ class Torch(_Distributed):
         module = import_module("torch.distributed")
         if not module.is_available() or not getattr(module, f"is_{self.backend}_available")():
             return f"this torch is built without {self.backend}"
-        if self.backend == "nccl" and not import_module("torch").cuda.is_available():
-            return "torch finds no CUDA device"
+        kind = _DEVICE_TYPES.get(self.backend)
+        if kind is not None and not getattr(import_module("torch"), kind).is_available():
+            return f"torch finds no {kind} device"
         return None
 
     def open(self, job: BenchJob) -> None:
@@ -169,8 +175,8 @@ class Torch(_Distributed):
         from datetime import timedelta
 
         limit = timedelta(seconds=job.timeout)
-        if self.backend == "nccl":
-            self.device = use_cuda(job)
+        if self.backend in _DEVICE_TYPES:
+            self.device = use_device(job, _DEVICE_TYPES[self.backend])
         if self.module.is_initialized():
             self.group = self.module.new_group(backend=self.backend, timeout=limit)
             return
@@ -210,7 +216,7 @@ class TorchOnUnicoll(Torch):
             raise Unsupported("--compression is for the groups of unicoll's own functions")
         import_module("unicoll.torch_plugin")
         if self.backend == "unicoll-nccl":
-            self.device = use_cuda(job)
+            self.device = use_device(job)
         super().open(job)
         self.module.barrier(group=self.group)  # the first collective selects the transport
 

@@ -11,7 +11,7 @@ from typing import Any
 import unicoll as dist
 from unicoll.arrays.conversion import as_buffer
 from unicoll.bench.arrays import Unsupported
-from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong, use_cuda
+from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong, use_device
 from unicoll.device_collectives import interface
 from unicoll.group import registry
 
@@ -25,7 +25,7 @@ class BareNccl(Contender):
         return registry.reason_against("nccl")
 
     def open(self, job: BenchJob) -> None:
-        self.device = use_cuda(job)
+        self.device = use_device(job)
         self._nccl: Any = import_module("nccl_comm.library.locate").nccl()
         self._path = interface.describe(self._nccl)
         code, identifier = self._nccl.unique_id() if job.rank == 0 else (0, None)

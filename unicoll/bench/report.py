@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.arrays import cuda
+from unicoll.arrays import devices
 from unicoll.bench.args import BenchOptions
 from unicoll.bench.arrays import device_index
 from unicoll.bench.contract import Contender
@@ -80,12 +80,12 @@ def cpu() -> str:
 
 
 def device(rank: int, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """nccl-tests' entry for the device of a rank: the CUDA device if one is used, else the CPU."""
+    """nccl-tests' entry for the device of a rank: the GPU if one is used, else the CPU."""
     index, bus, info = -1, "cpu", cpu()
     used = [c.device for c in contenders if c.device != "cpu"]
     if used:
         index = device_index(used[0])
-        found = cuda.cuda().facts(index)
+        found = devices.runtime(used[0].partition(":")[0]).facts(index)
         bus, info = found.bus, found.name
     return {
         "rank": rank,

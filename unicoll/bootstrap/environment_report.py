@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from unicoll.arrays import cuda as cuda_driver
+from unicoll.arrays import devices
 from unicoll.bootstrap import launchers
 from unicoll.errors import DistError
 from unicoll.group import registry
@@ -22,26 +22,26 @@ def lines(environ: Mapping[str, str] = os.environ) -> list[str]:
     except DistError as e:
         found.append(f"secret: {e}")
     found += [registry.status_line(name) for name in registry.backend_names()]
-    return found + _devices()
+    return found + [line for device_type in devices.DEVICE_TYPES for line in _devices(device_type)]
 
 
-def _devices() -> list[str]:
-    """CUDA's driver and each device; empty without devices, since NCCL's line has the reason."""
-    if cuda_driver.reason_against() is not None:
+def _devices(device_type: str) -> list[str]:
+    """The runtime and each device of a type; empty without devices, since the backend's line has the reason."""
+    if devices.reason_against(device_type) is not None:
         return []
+    runtime = devices.runtime(device_type)
     try:
-        cuda = cuda_driver.cuda()
-        count = cuda.device_count()
-        found = [f"{cuda.description}: {count} device{'s' if count != 1 else ''}"]
+        count = runtime.device_count()
+        found = [f"{runtime.description}: {count} device{'s' if count != 1 else ''}"]
         for device in range(count):
-            facts = cuda.facts(device)
+            facts = runtime.facts(device)
             capability = ".".join(map(str, facts.capability))
-            found.append(
-                f"cuda:{device}: {facts.name}, {facts.memory / 2**30:.1f} GiB, compute capability {capability},"
-                f" {facts.bus}, {facts.uuid}"
-            )
+            known = [f"compute capability {capability}"] if facts.capability != (0, 0) else []
+            known += [facts.bus, facts.uuid]
+            memory = f"{facts.memory / 2**30:.1f} GiB"
+            found.append(f"{device_type}:{device}: {', '.join([facts.name, memory, *filter(None, known)])}")
     except DistError as e:
-        return [f"CUDA: {e}"]
+        return [f"{runtime.name}: {e}"]
     return found
 
 

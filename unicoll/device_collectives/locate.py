@@ -58,6 +58,11 @@ class LibraryLocator:
                 self._found = self.search()
             return self._found
 
+    @property
+    def found(self) -> CollectiveLibrary | None:
+        """The library, if it has been loaded already."""
+        return self._found if not isinstance(self._found, str) else None
+
     def get(self) -> CollectiveLibrary:
         """The library of this process.
 

@@ -11,10 +11,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unicoll.arrays import cuda as streams
+from unicoll.arrays import devices
 from unicoll.doctor.host import launched_or_none
 from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import BackendUnavailableError
@@ -25,7 +26,7 @@ from unicoll.run.mpirun import mpirun, mpirun_path
 MAPS = "/proc/self/maps"
 PCI = "/sys/bus/pci/devices"
 
-_NVIDIA, _DISPLAY = "0x10de", "0x03"
+_NVIDIA, _INTEL, _DISPLAY = "0x10de", "0x8086", "0x03"
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")}
 _STARTED_BY_MPI = re.compile(r"OMPI_COMM_|PMI|MPI_LOCAL|SLURM_|PALS_|HYDRA_|MV2_COMM_|PRTE_LAUNCHED")
 _START_MPI = (
@@ -95,27 +96,25 @@ def _mapped_nccl() -> list[str]:
     return sorted({line[line.index("/") :] for line in lines if "/libnccl.so" in line})
 
 
-def _cuda() -> Iterator[Facts]:
-    yield {"on_bus": _on_bus(), "at": "NVIDIA's driver"}
-    reason = streams.reason_against()
+def _gpus(device_type: str, vendor: str, driver: str) -> Iterator[Facts]:
+    yield {"on_bus": _on_bus(vendor), "at": driver}
+    reason = devices.reason_against(device_type)
     if reason is not None:
         yield {"devices": [], "reason": reason, "lines": [reason]}
         return
-    cuda = streams.cuda()
-    count = cuda.device_count()
-    lines = [f"{cuda.description}: {count} device{'' if count == 1 else 's'}"]
-    devices = []
+    runtime = devices.runtime(device_type)
+    count = runtime.device_count()
+    lines = [f"{runtime.description}: {count} device{'' if count == 1 else 's'}"]
+    found = []
     for device in range(count):
-        facts = cuda.facts(device)
+        facts = runtime.facts(device)
         capability = ".".join(map(str, facts.capability))
-        lines.append(
-            f"cuda:{device} {facts.name}, {facts.memory / 2**30:.0f} GiB, capability {capability}, {facts.bus}"
-        )
-        devices.append(
-            {"name": facts.name, "memory": facts.memory, "capability": capability, "bus": facts.bus}
-        )
-    yield {"driver": cuda.description, "devices": devices, "lines": lines, "at": "access between devices"}
-    access = [[i == j or cuda.peer_access(i, j)[0] for j in range(count)] for i in range(count)]
+        known = [facts.name, f"{facts.memory / 2**30:.0f} GiB"]
+        known += [f"capability {capability}", facts.bus] if facts.bus else []
+        lines.append(f"{device_type}:{device} {', '.join(known)}")
+        found.append({"name": facts.name, "memory": facts.memory, "capability": capability, "bus": facts.bus})
+    yield {"driver": runtime.description, "devices": found, "lines": lines, "at": "access between devices"}
+    access = [[i == j or runtime.peer_access(i, j)[0] for j in range(count)] for i in range(count)]
     yield {"reaches": access, "lines": [*lines, *_peers(access)]}
 
 
@@ -132,15 +131,15 @@ def _peers(access: list[list[bool]]) -> list[str]:
     return [f"peers: no direct access between {', '.join(unreachable)}"]
 
 
-def _on_bus() -> int:
-    """Number of NVIDIA GPUs on the PCI bus, with or without a driver."""
+def _on_bus(vendor_id: str) -> int:
+    """Number of a vendor's GPUs on the PCI bus, with or without a driver."""
     found = 0
     for device in Path(PCI).glob("*"):
         try:
             vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
         except OSError:
             continue
-        found += vendor.startswith(_NVIDIA) and kind.startswith(_DISPLAY)
+        found += vendor.startswith(vendor_id) and kind.startswith(_DISPLAY)
     return found
 
 
@@ -236,8 +235,9 @@ PROBES: dict[str, Probe] = {
     "numpy": _numpy,
     "cupy": _cupy,
     "torch": _torch,
-    "cuda": _cuda,
+    "cuda": partial(_gpus, "cuda", _NVIDIA, "NVIDIA's driver"),
     "nccl": _nccl,
+    "xpu": partial(_gpus, "xpu", _INTEL, "Intel's driver"),
     "mpi": _mpi,
     "choice": _choice,
 }

@@ -6,9 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unicoll.arrays import devices
 from unicoll.backend.contract import Backend as BackendBase
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistTypeError
 from unicoll.group.registry import devices_of, load, reason_against, registered_devices
+
+DEFAULTS = {"cuda": "nccl", "xpu": "xccl"}
+"""The default backend of the device types other than the CPU, where it is available."""
+STAGED = frozenset(DEFAULTS)
+"""The device types whose arrays a backend of the CPU serves through host memory."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,9 @@ def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str =
 
     Args:
         backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available and ranks are on
-            several hosts, else to gloo; CUDA arrays to NCCL where it is available), a name, or
-            ``"cpu:gloo,cuda:nccl"``. With ``"nccl"`` the default backend of CPU arrays is added, for objects and
-            barriers.
+            several hosts, else to gloo; CUDA arrays to NCCL and XPU arrays to XCCL where it is available), a name, or
+            ``"cpu:gloo,cuda:nccl"``. With ``"nccl"``, and ``"xccl"`` on XPUs, the default backend of CPU arrays is
+            added, for objects and barriers.
         started_by_mpi: True if an MPI launcher started the process.
         against_mpi: the reason why MPI, though available, does not serve the arrays; "" if it does.
 
@@ -59,11 +65,10 @@ def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str =
         choices = [
             BackendChoice(d, spec, cls, f"backend={backend!r}", True) for d in sorted(devices_of(spec, cls))
         ]
-        if spec == "nccl":
+        if spec in DEFAULTS.values() and all(choice.device != "cpu" for choice in choices):
             host = _choose_by_device(started_by_mpi, against_mpi)[0]
-            choices.append(
-                replace(host, why="for objects, barriers and CPU arrays, beside NCCL", implicit=True)
-            )
+            why = f"for objects, barriers and CPU arrays, beside {spec.upper()}"
+            choices.append(replace(host, why=why, implicit=True))
         return choices
     choices = []
     for part in spec.split(","):
@@ -75,7 +80,7 @@ def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str =
         cls = _usable([name])[1]
         why = f"backend={backend!r}"
         served = device in devices_of(name, cls)
-        staged = not served and device == "cuda" and cls.stages
+        staged = not served and device in STAGED and cls.stages
         if not (served or staged):
             raise BackendUnavailableError(f"backend {name!r} does not serve {device} arrays")
         if staged:
@@ -116,14 +121,17 @@ def _choose_by_device(started_by_mpi: bool, against_mpi: str) -> list[BackendCho
     else:
         why = f"an MPI launcher started this process, but {against_mpi or reason_against('mpi')}"
     choices = [BackendChoice("cpu", name, cls, why)]
-    reason = reason_against("nccl")
-    if reason is None:
-        choices.append(BackendChoice("cuda", "nccl", load("nccl"), "the default for CUDA arrays"))
+    for device, name in DEFAULTS.items():
+        if devices.reason_against(device) is None:
+            cls = load(name)
+            if device in devices_of(name, cls) and reason_against(name) is None:
+                choices.append(BackendChoice(device, name, cls, f"the default for {device} arrays"))
     return choices
 
 
 def default_backend_for_device(device: Any) -> str:
-    """Name of the backend that serves a device type by default: ``"gloo"`` for cpu, ``"nccl"`` for cuda.
+    """Name of the backend that serves a device type by default: ``"gloo"`` for cpu, ``"nccl"`` for cuda,
+    ``"xccl"`` for xpu.
 
     Args:
         device: ``"cpu"``, ``"cuda:1"``, or a device object of torch or unicoll.
@@ -132,9 +140,9 @@ def default_backend_for_device(device: Any) -> str:
         DistArgumentError: no backend serves it.
     """
     kind = str(getattr(device, "type", device)).partition(":")[0]
-    names = {"cpu": "gloo", "cuda": "nccl"}
-    for name, devices in registered_devices().items():
-        for served in devices:
+    names = {"cpu": "gloo", **DEFAULTS}
+    for name, types in registered_devices().items():
+        for served in types:
             names.setdefault(served, name)
     if kind not in names:
         raise DistArgumentError(f"no backend serves {kind!r} arrays; served are {', '.join(sorted(names))}")

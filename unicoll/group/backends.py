@@ -19,7 +19,7 @@ from unicoll.errors import (
     DistTypeError,
     GroupAbortedError,
 )
-from unicoll.group.backend_choice import BackendChoice
+from unicoll.group.backend_choice import STAGED, BackendChoice
 from unicoll.group.registry import load, reason_against
 from unicoll.net.debug_level import DebugLevel, get_debug_level
 
@@ -63,7 +63,7 @@ class GroupBackends:
         self._context = context
         self._by_class: dict[type[Backend], Backend] = {}
         self._by_device: dict[str, Backend] = {}
-        self._staged: Staged | None = None
+        self._staged: dict[str, Staged] = {}
         self._call_checks: CallChecks | None = None
         self.check_compression("pg_options", compression_of(context.options))
         self._compare_calls = get_debug_level() is DebugLevel.DETAIL
@@ -151,6 +151,11 @@ class GroupBackends:
         """The backend of a device type, without staging; :attr:`host` if none serves it."""
         return self._by_device.get(device, self.host)
 
+    @property
+    def on_device(self) -> Backend:
+        """The backend of arrays on a device, without staging; :attr:`host` if the group has none."""
+        return self.unstaged(next((c.device for c in self.choices if c.device != "cpu"), "cpu"))
+
     def route(self, call: Call) -> Backend:
         """The backend that serves a call.
 
@@ -197,15 +202,16 @@ class GroupBackends:
     def _through_host(self, device: str) -> Backend | None:
         """The host's backend with device arrays staged through host memory; None if it does not support that."""
         host = next((self._by_class[c.cls] for c in self.choices if c.staged), self.host)
-        if device != "cuda" or not host.stages:
+        if device not in STAGED or not host.stages:
             return None
-        if self._staged is None:
+        if device not in self._staged:
             from unicoll.backend.host_backend import HostBackend
             from unicoll.staging.backend import Staged
 
             assert isinstance(host, HostBackend)
-            self._staged = Staged(host, self._context.rank, self._context.ranks, self._context.name)
-        return self._staged
+            context = self._context
+            self._staged[device] = Staged(host, device, context.rank, context.ranks, context.name)
+        return self._staged[device]
 
     # --- descriptions -------------------------------------------------------------------------------------------
 
@@ -222,7 +228,7 @@ class GroupBackends:
 
     def describe(self) -> str:
         """How the backends move data, for ``explain()``."""
-        backends = [*self.all, *([self._staged] if self._staged is not None else [])]
+        backends = [*self.all, *self._staged.values()]
         return "; ".join(backend.describe() for backend in backends)
 
     def staging_bytes(self) -> dict[str, int]:
@@ -251,8 +257,8 @@ class GroupBackends:
     def close(self) -> None:
         """Finish pending operations, within bounds, and release everything."""
         with ExitStack() as closing:  # a failure does not keep the others from being closed
-            if self._staged is not None:
-                closing.callback(self._staged.close)
+            for staged in self._staged.values():
+                closing.callback(staged.close)
             for backend in reversed(self._by_class.values()):
                 closing.callback(backend.close)
             if self._call_checks is not None:

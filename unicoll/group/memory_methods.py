@@ -84,7 +84,7 @@ def _start_one_sided(
     window: Any = None,
     offset: int = 0,
 ) -> None:
-    """Check a one-sided operation and hand it to the group's CUDA backend."""
+    """Check a one-sided operation and hand it to the group's backend of its device."""
     buffer = as_buffer(tensor, f"{op.name}: tensor")
     signals = {
         as_integer(f"{op.name}: a rank", peer): as_integer(f"{op.name}: count", count)
@@ -100,7 +100,7 @@ def _start_one_sided(
     call = OneSidedCall(op, (buffer,), (), self._settings.seconds(timeout))
     call.signals, call.window, call.offset = signals, window, offset
     call.site = call_site()
-    self._backends.unstaged("cuda").one_sided(call)
+    self._backends.on_device.one_sided(call)
 
 
 def symmetric_empty(
@@ -142,7 +142,8 @@ def symmetric_empty(
         raise DistArgumentError(
             f"symmetric_empty: device {device!r} is not 'cpu' or 'cuda'", op="symmetric_empty"
         )
-    return self._backends.unstaged(device or "cuda").symmetric_empty(sizes, _element_type(dtype))
+    backend = self._backends.unstaged(device) if device is not None else self._backends.on_device
+    return backend.symmetric_empty(sizes, _element_type(dtype))
 
 
 def _element_type(dtype: Any) -> DType:
@@ -185,7 +186,7 @@ def fence(self: ProcessGroup, *, timeout: Timeout = None) -> None:
 
 
 def register(self: ProcessGroup, memory: Any, *, symmetric: bool = False) -> Registration:
-    """Register memory of this rank's GPU with NCCL, which then moves it with fewer copies.
+    """Register memory of this rank's GPU with NCCL or oneCCL, which then moves it with fewer copies.
 
     All members call it, each with memory of its own; with ``symmetric`` it has one size on all of them, and begins at
     the same multiple of 4096 bytes in its allocation. It lasts until :meth:`Registration.close`, or until the group is
@@ -200,10 +201,10 @@ def register(self: ProcessGroup, memory: Any, *, symmetric: bool = False) -> Reg
             is returned says which.
 
     Raises:
-        BackendUnavailableError: the group has no NCCL, or one that is older than 2.19.
+        BackendUnavailableError: the group has neither oneCCL nor an NCCL from 2.19 on.
         DistTypeError: neither an array nor a pool that lists its memory.
         DistArgumentError: it is empty, not contiguous, not on the group's device, in a window already, or would be a
             window that differs between the ranks.
         DistError: NCCL refuses it, and why.
     """
-    return self._backends.unstaged("cuda").register(memory, symmetric)
+    return self._backends.on_device.register(memory, symmetric)

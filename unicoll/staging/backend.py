@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from unicoll.arrays import devices
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.cuda import cuda
 from unicoll.arrays.device_runtime import on_device
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Backend, Caps, Context
@@ -67,17 +67,20 @@ class Staged(Backend):
         host: the backend; it is closed by its owner, and failed here only for faults of the device.
     """
 
-    def __init__(self, host: HostBackend, rank: int, ranks: Sequence[int], group: str) -> None:
+    def __init__(
+        self, host: HostBackend, device_type: str, rank: int, ranks: Sequence[int], group: str
+    ) -> None:
         self.name = host.name  # type: ignore[misc]
         caps = host.caps
-        self.caps = Caps(frozenset(("cuda",)), available(caps), caps.reduces, caps.compresses)  # type: ignore[misc]
+        self.caps = Caps(frozenset((device_type,)), available(caps), caps.reduces, caps.compresses)  # type: ignore[misc]
         self.compares = host.compares  # type: ignore[misc]
         self._host = host
+        self._device_type = device_type
         self._rank = rank
         self._ranks = ranks
         self._size = len(ranks)
         self._group = group
-        self._copier = HostCopier(cuda(), group)
+        self._copier = HostCopier(devices.runtime(device_type), group)
         self._direct = DirectCalls(host, self._copier)
         self._p2p = DeviceP2P(host, self._copier, self._direct, group)
 
@@ -99,11 +102,10 @@ class Staged(Backend):
 
     def describe(self) -> str:
         staged = f"through page-locked memory, in chunks of {CHUNK >> 20} MiB, and {self.name}"
-        if self._host.direct:
-            return (
-                f"cuda arrays by address to {self.name}, and reductions that it does not do itself {staged}"
-            )
-        return f"cuda arrays {staged}"
+        arrays = f"{self._device_type} arrays"
+        if self._host.direct and self._device_type == "cuda":
+            return f"{arrays} by address to {self.name}, and reductions that it does not do itself {staged}"
+        return f"{arrays} {staged}"
 
     def run(self, call: Call) -> None:
         if call.op.name in _MESSAGES:
@@ -159,7 +161,7 @@ class Staged(Backend):
         deadline = time.monotonic() + call.timeout
         chunks = self._plan(call)
         slots: list[_Slot] = []
-        with on_device(self._copier.cuda, device):
+        with on_device(self._copier.runtime, device):
             streams = self._copier.streams(device)
             error: BaseException | None = None
             try:
@@ -195,7 +197,7 @@ class Staged(Backend):
             on_host = self._allocate(slot, buffer, sum(count for _, count in ranges), chunks.count == 1)
             if buffer in call.inputs and not unread:
                 self._copier.enqueue(buffer, ranges, on_host.owner, streams, to_device=False)
-        self._copier.cuda.record(slot.loaded, streams.to_host)
+        self._copier.runtime.record(slot.loaded, streams.to_host)
 
     def _allocate(self, slot: _Slot, buffer: Buffer, count: int, whole: bool) -> Buffer:
         """Host memory for a buffer's part of a chunk; it has the buffer's shape if the chunk is the whole call."""
@@ -227,7 +229,7 @@ class Staged(Backend):
         for buffer in call.outputs:
             pinned = slot.buffers[id(buffer)].owner
             self._copier.enqueue(buffer, chunks.ranges(buffer, k), pinned, streams, to_device=True)
-        self._copier.cuda.record(slot.stored, streams.to_device)
+        self._copier.runtime.record(slot.stored, streams.to_device)
 
     def _release(self, slots: Sequence[_Slot], call: Call, device: int, error: BaseException | None) -> None:
         """Release what a call has used: at once if it succeeded, else when nothing uses it any more."""

@@ -52,13 +52,13 @@ class HostCopier:
     """Copies of a group between devices and the host; any thread.
 
     Attributes:
-        cuda: the driver.
+        runtime: of the devices.
         pinned: pinned host memory.
     """
 
-    def __init__(self, cuda: DeviceRuntime, group: str) -> None:
-        self.cuda = cuda
-        self.pinned = PinnedPool(cuda)
+    def __init__(self, runtime: DeviceRuntime, group: str) -> None:
+        self.runtime = runtime
+        self.pinned = PinnedPool(runtime)
         self._group = group
         self._lock = threading.Lock()
         self._streams: dict[int, CopyStreams] = {}
@@ -71,7 +71,7 @@ class HostCopier:
         with self._lock:
             found = self._streams.get(device)
             if found is None:
-                c = self.cuda
+                c = self.runtime
                 found = CopyStreams(c.create_stream(device), c.create_stream(device), c.create_event(device))
                 self._streams[device] = found
             return found
@@ -83,7 +83,7 @@ class HostCopier:
                 if on == device:
                     del self._events[i]
                     return event
-        return self.cuda.create_event(device)
+        return self.runtime.create_event(device)
 
     def begin(self, call: Call) -> int:
         """Order the group's streams after the work on the streams of a call's arrays; returns the arrays' device.
@@ -93,7 +93,7 @@ class HostCopier:
         """
         self._release_retained()
         buffers = (*call.inputs, *call.outputs)
-        device, c = buffers[0].device.index or 0, self.cuda
+        device, c = buffers[0].device.index or 0, self.runtime
         with on_device(c, device):
             streams = self.streams(device)
             for stream in {b.stream for b in buffers}:
@@ -114,7 +114,7 @@ class HostCopier:
         Raises:
             OperationTimeoutError: it has not by ``deadline``.
         """
-        if not await_event(self.cuda, event, deadline):
+        if not await_event(self.runtime, event, deadline):
             raise OperationTimeoutError(
                 f"{call.describe()} on group {self._group!r} timed out after {call.timeout:g} s: the device of this"
                 " rank has not finished the work before it",
@@ -145,12 +145,12 @@ class HostCopier:
             in_device = buffer.ptr + first * itemsize
             target, source = (in_device, in_host) if to_device else (in_host, in_device)
             if count:
-                self.cuda.copy(target, source, count * itemsize, stream)
+                self.runtime.copy(target, source, count * itemsize, stream)
             in_host += count * itemsize
 
     def move(self, call: Call, device: int, buffer: Buffer, pinned: PinnedBlock, to_device: bool) -> None:
         """Copy a whole buffer to pinned memory, or back ``to_device``; blocks the host, up to the call's timeout."""
-        c, event = self.cuda, self.event(device)
+        c, event = self.runtime, self.event(device)
         with on_device(c, device):
             streams = self.streams(device)
             self.enqueue(buffer, ((0, buffer.count),), pinned, streams, to_device)
@@ -184,11 +184,11 @@ class HostCopier:
         ):  # later uses of the memory on this stream are ordered
             return
         device = buffer.device.index or 0
-        with on_device(self.cuda, device):
-            if stream > LEGACY_STREAM and self.cuda.capturing(stream):
+        with on_device(self.runtime, device):
+            if stream > LEGACY_STREAM and self.runtime.capturing(stream):
                 return  # the program that records a graph keeps its arrays
             event = self.event(device)
-            self.cuda.record(event, stream)
+            self.runtime.record(event, stream)
         self.retain((), (buffer,), device, (event,))
 
     def _release_retained(self, deadline: float = 0.0) -> None:
@@ -198,7 +198,7 @@ class HostCopier:
         with self._lock:
             retained, self._retained = self._retained, []
         for one in retained:
-            if all(await_event(self.cuda, event, deadline) for event in one.events):
+            if all(await_event(self.runtime, event, deadline) for event in one.events):
                 self.release(one.memory, one.device, one.events)
             else:
                 self.retain(one.memory, one.buffers, one.device, one.events)
@@ -208,11 +208,11 @@ class HostCopier:
         self._release_retained(time.monotonic() + _SETTLE_S)
         streams, self._streams = self._streams, {}
         for device, each in streams.items():
-            with on_device(self.cuda, device):
-                self.cuda.destroy_stream(each.to_host)
-                self.cuda.destroy_stream(each.to_device)
-                self.cuda.destroy_event(each.produced)
+            with on_device(self.runtime, device):
+                self.runtime.destroy_stream(each.to_host)
+                self.runtime.destroy_stream(each.to_device)
+                self.runtime.destroy_event(each.produced)
         events, self._events = self._events, []
         for _, event in events:
-            self.cuda.destroy_event(event)
+            self.runtime.destroy_event(event)
         self.pinned.close()

@@ -58,7 +58,7 @@ class DirectCalls:
         deadline = time.monotonic() + call.timeout
         with self._lock:
             self._queued.discard(event)
-        with on_device(self._copier.cuda, device):
+        with on_device(self._copier.runtime, device):
             try:
                 self.await_producers(call, device, event, deadline)
             except BaseException as e:
@@ -69,8 +69,8 @@ class DirectCalls:
     def mark(self, device: int) -> int:
         """An event after the work on the caller's streams, after which :meth:`HostCopier.begin` has ordered ours."""
         event = self._copier.event(device)
-        with on_device(self._copier.cuda, device):
-            self._copier.cuda.record(event, self._copier.streams(device).to_host)
+        with on_device(self._copier.runtime, device):
+            self._copier.runtime.record(event, self._copier.streams(device).to_host)
         return event
 
     def await_producers(self, call: Call, device: int, event: int, deadline: float) -> None:
@@ -89,7 +89,7 @@ class DirectCalls:
     def unused(self, device: int) -> bool:
         """True if the device has done the work that precedes a call; never blocks."""
         event = self.mark(device)
-        done = await_event(self._copier.cuda, event, 0.0)
+        done = await_event(self._copier.runtime, event, 0.0)
         self._copier.release((), device, (event,))
         return done
 
@@ -115,7 +115,7 @@ class DirectCalls:
     def _pool(self, device: int) -> DeviceMemoryPool:
         with self._lock:
             if device not in self._pools:
-                self._pools[device] = DeviceMemoryPool(self._copier.cuda, device)
+                self._pools[device] = DeviceMemoryPool(self._copier.runtime, device)
             return self._pools[device]
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class DirectCalls:
         with self._lock:
             queued, self._queued = self._queued, set()
         for event in queued:
-            self._copier.cuda.destroy_event(event)
+            self._copier.runtime.destroy_event(event)
         for device, pool in self._pools.items():
-            with on_device(self._copier.cuda, device):
+            with on_device(self._copier.runtime, device):
                 pool.close()

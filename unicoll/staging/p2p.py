@@ -81,7 +81,7 @@ class DeviceP2P:
         behind it: unless ``may_wait``, a receive whose array is still in use goes through pinned memory.
         """
         if self._host.takes_device(call):
-            with on_device(self._copier.cuda, device):
+            with on_device(self._copier.runtime, device):
                 unused = may_wait or self._direct.unused(device)
             if unused:
                 return self._by_address(call, device)
@@ -89,7 +89,7 @@ class DeviceP2P:
 
     def _by_address(self, call: Call, device: int) -> Call:
         deadline = time.monotonic() + call.timeout
-        with on_device(self._copier.cuda, device):
+        with on_device(self._copier.runtime, device):
             self._direct.await_producers(call, device, self._direct.mark(device), deadline)
         return self._direct.by_address(call, device, deadline)
 

@@ -39,8 +39,8 @@ class PinnedPool:
         held: bytes in use or kept.
     """
 
-    def __init__(self, cuda: DeviceRuntime) -> None:
-        self._cuda = cuda
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
         self._lock = threading.Lock()
         self._free: dict[int, list[PinnedBlock]] = {}
         self._kept = 0
@@ -58,7 +58,7 @@ class PinnedPool:
                 self._kept -= size
                 return free.pop()
             self.held += size
-        return PinnedBlock(self._cuda.pin(size), size)
+        return PinnedBlock(self._runtime.pin(size), size)
 
     def give(self, pinned: PinnedBlock) -> None:
         """Return a block that nothing uses any more."""
@@ -68,7 +68,7 @@ class PinnedPool:
                 self._free.setdefault(pinned.size, []).append(pinned)
                 return
             self.held -= pinned.size
-        self._cuda.unpin(pinned.ptr)
+        self._runtime.unpin(pinned.ptr)
 
     def close(self) -> None:
         """Free the blocks that are not in use now, and the others when they are given back."""
@@ -77,4 +77,4 @@ class PinnedPool:
             free, self._free = self._free, {}
         for pinned in [p for several in free.values() for p in several]:
             self.held -= pinned.size
-            self._cuda.unpin(pinned.ptr)
+            self._runtime.unpin(pinned.ptr)

@@ -19,7 +19,7 @@ def register() -> None:
     global _library
     if _library is None:
         _library = torch.library.Library("_c10d_functional", "IMPL")
-        for device in ("CPU", "CUDA"):
+        for device in ("CPU", "CUDA", "XPU"):
             _library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device)
 
 

@@ -239,6 +239,10 @@ def _own_references() -> int:
 _OWN_REFERENCES = _own_references()
 
 
+_CAPTURING = [m for m in (torch.cuda, torch.xpu) if hasattr(m, "is_current_stream_capturing")]
+"""The modules of device types with graphs."""
+
+
 def _is_capturing() -> bool:
-    """True if the current CUDA stream is capturing a graph."""
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    """True if the current stream of a device is capturing a graph."""
+    return any(module.is_initialized() and module.is_current_stream_capturing() for module in _CAPTURING)

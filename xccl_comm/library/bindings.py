@@ -7,13 +7,16 @@ moves the data: the one for GPUs, or the one for the CPU, which ``CCL_PLUGIN`` c
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
+from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.types import DType, Reduction
 from unicoll.device_collectives import bindings
-from unicoll.device_collectives.interface import Config, NativeReduction
+from unicoll.device_collectives.interface import Config, HandleSlot, NativeReduction
 from unicoll.device_collectives.reductions import native_reduction
 from unicoll.errors import DistArgumentError
 from xccl_comm.library.errors import CODES, IN_PROGRESS, PEER_ERRORS
@@ -22,6 +25,21 @@ _UNDEFINED = -(2**31)
 _MAGIC = 0xCAFEBEEF
 _OPTIONS = ("cga_cluster_size", "min_ctas", "max_ctas", "net_name", "split_share", "traffic_class")
 """Options of a communicator that are refused."""
+
+
+@contextmanager
+def defaults(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for oneCCL within the block, unless the user has set them.
+
+    They are removed afterwards: a torch for XPU in this process, and child processes, have a oneCCL of their own.
+    """
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 class UniqueId(ctypes.Structure):
@@ -64,8 +82,6 @@ DIRECT = {
     "recv": "onecclRecv",
     "all_to_all": "onecclAllToAll",
     "redop_destroy": "onecclRedOpDestroy",
-    "mem_free": "onecclMemFree",
-    "window_deregister": "onecclCommWindowDeregister",
     "comm_deregister": "onecclCommDeregister",
 }
 """Methods of the interface that are the library's functions as they are; their arguments are positional."""
@@ -78,14 +94,12 @@ SYMBOLS = DIRECT | {
     "comm_split": "onecclCommSplit",
     "comm_rank": "onecclCommUserRank",
     "premul_sum": "onecclRedOpCreatePreMulSum",
-    "mem_alloc": "onecclMemAlloc",
-    "window_register": "onecclCommWindowRegister",
     "comm_register": "onecclCommRegister",
 }
 """The library's function of a method.
 
-onecclCommAbort is not among them: up to 2022.1 it only returns onecclNotImplemented. There is no
-onecclCommGetAsyncError.
+oneCCL's windows are not used, since it has no puts. onecclCommAbort is not among the functions: up to 2022.1 it only
+returns onecclNotImplemented. There is no onecclCommGetAsyncError.
 """
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **{method: arguments for method, arguments in bindings.ARGUMENTS.items() if method in SYMBOLS},
@@ -98,9 +112,14 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 class OneCCL(bindings.Bindings):
-    """One loaded libccl."""
+    """One loaded libccl.
+
+    Attributes:
+        device_type: of the arrays that its plug-in serves.
+    """
 
     name = "oneCCL"
+    device_type = "xpu"
     codes = CODES
     in_progress = IN_PROGRESS
     peer_errors = PEER_ERRORS
@@ -138,7 +157,7 @@ class OneCCL(bindings.Bindings):
         return SYMBOLS[method]
 
     def needed(self, method: str) -> str:
-        return f"a function that {self!r} does not have"
+        return "the backend nccl"
 
     def reduction(
         self, dtype: DType, reduction: Reduction, capability: tuple[int, int] | None = None
@@ -160,3 +179,19 @@ class OneCCL(bindings.Bindings):
 
     def connection_hint(self, addresses: Sequence[str]) -> str:
         return "CCL_KVS_IFACE chooses oneCCL's network interface; CCL_LOG_LEVEL=info logs the addresses"
+
+
+class XpuOneCCL(OneCCL):
+    """oneCCL on XPUs; a stream is the address of a ``sycl::queue``, whose work is in order."""
+
+    def __init__(self, library: Any, path: str, runtime: DeviceRuntime) -> None:
+        super().__init__(library, path)
+        self._runtime = runtime
+
+    def comm_init(
+        self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config, slot: Any = None
+    ) -> tuple[int, HandleSlot]:
+        """A communicator on the calling thread's current device, which oneCCL is told."""
+        slot = self.new_slot() if slot is None else slot
+        code: int = self._c.set_device(max(0, self._runtime.current_device()))
+        return (code, slot) if code else super().comm_init(size, unique_ids, rank, config, slot)

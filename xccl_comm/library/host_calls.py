@@ -10,16 +10,21 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_int
 from functools import partial
 from typing import Any, NamedTuple
 
 from unicoll.arrays.types import DType, Reduction
-from unicoll.device_collectives.interface import AVG, SUCCESS, SUM, NativeReduction
+from unicoll.device_collectives.interface import AVG, SUCCESS, SUM, Config, HandleSlot, NativeReduction
 from xccl_comm.host_runtime import HostRuntime
-from xccl_comm.library.bindings import DIRECT, SYMBOLS, OneCCL
+from xccl_comm.library.bindings import DIRECT, SYMBOLS, OneCCL, defaults
 
+_SETTINGS = {
+    "CCL_ATL_TRANSPORT": "ofi",  # else mpiexec's variables have it start MPI
+    "CCL_YIELD": "sleep",  # else threads that wait use a whole core: an all_reduce of 2 ranks on 2 cores took seconds
+}
+"""Environment variables of oneCCL, which reads them when the first id or communicator is made."""
 _COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 _HAS = frozenset((*_COLLECTIVES, "send", "recv", "unique_id", "comm_init", "comm_split"))
 """The methods whose function the plug-in has, of those that :meth:`HostOneCCL.has` is asked for."""
@@ -50,6 +55,7 @@ class HostOneCCL(OneCCL):
     A call that fails stops its stream, and its code is the communicator's state from then on.
     """
 
+    device_type = "cpu"
     direct = frozenset(DIRECT) - {*_COLLECTIVES, "send", "recv", "group_start", "group_end", "comm_destroy"}
 
     def __init__(self, library: Any, path: str) -> None:
@@ -76,6 +82,16 @@ class HostOneCCL(OneCCL):
         if found is None or found.has_factor:
             return None
         return found._replace(op=SUM) if found.op == AVG else found  # the backend divides
+
+    def unique_id(self) -> tuple[int, bytes]:
+        with defaults(_SETTINGS):
+            return super().unique_id()
+
+    def comm_init(
+        self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config, slot: Any = None
+    ) -> tuple[int, HandleSlot]:
+        with defaults(_SETTINGS):
+            return super().comm_init(size, unique_ids, rank, config, slot)
 
     def comm_state(self, comm: int) -> tuple[int, int]:
         return SUCCESS, self._failures.get(comm, (SUCCESS, ""))[0]

@@ -1,4 +1,4 @@
-"""libccl: that of the process, the wheel ``oneccl``, oneAPI's folders; with its plug-in for the CPU."""
+"""libccl: that of the process, the wheel ``oneccl``, oneAPI's folders; with its plug-in for GPUs or for the CPU."""
 
 from __future__ import annotations
 
@@ -9,41 +9,66 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from unicoll.arrays import devices
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.device_collectives.locate import LibraryLocator
+from xccl_comm.library.bindings import OneCCL, XpuOneCCL, defaults
 from xccl_comm.library.host_calls import HostOneCCL
 
 VARIABLE = "UNICOLL_XCCL_LIBRARY"
-_PLUGIN = "ONECCL_LEGACY_CPU"
-_SETTINGS = {
-    "CCL_PLUGIN": _PLUGIN,
-    "CCL_ATL_TRANSPORT": "ofi",  # else mpiexec's variables have it start MPI
-    "CCL_YIELD": "sleep",  # else threads that wait use a whole core: an all_reduce of 2 ranks on 2 cores took seconds
-}
-"""Environment variables of oneCCL, set unless the user has set them."""
-_PLUGIN_FILE = "libccl_legacy_cpu.so"
+_GPU, _CPU = "ONECCL_LEGACY", "ONECCL_LEGACY_CPU"
+"""oneCCL's plug-ins, as ``CCL_PLUGIN`` names them; a process has one of them."""
+_CPU_FILE = "libccl_legacy_cpu.so"
 _NEEDED = ("libfabric.so.1", "ccl/cpu/lib/libccl.so.1", "libccl.so.1")
-"""What the plug-in loads by name. The wheels' folder is not on the linker's path, so it is loaded by path first."""
+"""What a plug-in loads by name. The wheels' folder is not on the linker's path, so it is loaded by path first."""
+
+
+def serves_xpu() -> bool:
+    """True if oneCCL serves XPU arrays in this process, else it serves host memory: unless the user has chosen by
+    ``CCL_PLUGIN``, it serves XPUs where there are any."""
+    if LOCATOR.found is not None:
+        return cast(OneCCL, LOCATOR.found).device_type == "xpu"
+    chosen = os.environ.get("CCL_PLUGIN")
+    if chosen is not None:
+        return chosen != _CPU
+    return devices.reason_against("xpu") is None and bool(getattr(devices.runtime("xpu"), "has_gpus", bool)())
 
 
 def _bind(library: Any, path: str) -> CollectiveLibrary | str:
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    if (chosen := os.environ["CCL_PLUGIN"]) != _PLUGIN:
-        return f"CCL_PLUGIN is {chosen!r}: arrays in host memory need {_PLUGIN}"
+    xpu = serves_xpu()
+    # onecclGetVersion loads the plug-in
+    with defaults({"CCL_PLUGIN": _GPU if xpu else _CPU}):
+        return _bind_for_xpu(library, path) if xpu else _bind_for_host(library, path)
+
+
+def _bind_for_xpu(library: Any, path: str) -> CollectiveLibrary | str:
+    reason = devices.reason_against("xpu")
+    if reason is not None:
+        return f"CCL_PLUGIN is {os.environ['CCL_PLUGIN']!r}: {reason}"
+    for name in _NEEDED:
+        if name != _NEEDED[1]:  # the build for the CPU
+            _load(Path(path).parent / name)
+    return cast(CollectiveLibrary, XpuOneCCL(library, path, devices.runtime("xpu")))
+
+
+def _bind_for_host(library: Any, path: str) -> CollectiveLibrary | str:
     folder = Path(path).parent
     had_sycl = _maps_sycl()
     for name in _NEEDED:
-        with suppress(OSError):  # then the linker's path has it, or the plug-in cannot be loaded
-            ctypes.CDLL(str(folder / name))
+        _load(folder / name)
     try:
-        ctypes.CDLL(str(folder / _PLUGIN_FILE))
+        ctypes.CDLL(str(folder / _CPU_FILE))
     except OSError as e:
         return f"oneCCL's plug-in for the CPU cannot be loaded: {e}"
     if _maps_sycl() and not had_sycl:
         return f"oneCCL's plug-in for the CPU has loaded the build of libccl.so.1 for GPUs ({folder})"
     # mypy does not see the functions that are bound by name; tests check them against the interface.
     return cast(CollectiveLibrary, HostOneCCL(library, path))
+
+
+def _load(path: Path) -> None:
+    with suppress(OSError):  # then the linker's path has it, or the plug-in cannot be loaded
+        ctypes.CDLL(str(path))
 
 
 def _maps_sycl() -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from unicoll.arrays.buffer import current_streams
 from unicoll.arrays.device_runtime import LEGACY_STREAM, DeviceError, backoff, on_device
-from unicoll.arrays.types import DType
+from unicoll.arrays.types import Device, DType
 from unicoll.device_collectives.communicators.communicator import Communicator
 from unicoll.device_collectives.in_flight import InFlight, PendingWork
 from unicoll.device_collectives.memory.window_agreement import Extent, agree_on_windows
@@ -112,7 +112,8 @@ class SymmetricMemory:
             return
         try:
             with on_device(runtime, device):
-                for stream in current_streams(device):  # the user keeps a graph's arrays
+                for stream in current_streams(Device(runtime.device_type, device)):
+                    # the user keeps a graph's arrays
                     if stream <= LEGACY_STREAM or not runtime.capturing(stream):
                         events.append(runtime.create_event(device))
                         runtime.record(events[-1], stream)

@@ -1,0 +1,25 @@
+"""The backend xccl passes the conformance suite on a simulated XPU, whose streams run late, with a simulated oneCCL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.conformance.test_conformance_nccl import _Simulated
+from tests.simulated_nccl.oneccl import SimulatedOneCCL
+from tests.support.ranks import sample_seed
+from unicoll.arrays.types import BY_NAME
+from unicoll.testing.reference import reduction_of
+
+
+class TestSimulatedXPU(_Simulated):
+    sample = 10
+    sizes = barrier_sizes = (2, 4)
+    settings: dict[str, Any] = {
+        "xpu": True,
+        "backend": "cpu:gloo,xpu:xccl",
+        "policy": "random",
+        "seed": sample_seed(),
+    }
+
+    def reduces(self, dtype: str, reduction: str) -> bool:
+        return SimulatedOneCCL.reduction(None, BY_NAME[dtype], reduction_of(reduction, dtype)) is not None  # type: ignore[arg-type]

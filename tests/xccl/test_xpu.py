@@ -1,0 +1,82 @@
+"""The backend xccl on a simulated XPU, with a oneCCL that neither aborts nor reports errors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unicoll as dist
+from tests.simulated_nccl import arrays
+from tests.simulated_nccl.oneccl import SimulatedXpu
+from tests.simulated_nccl.ranks import run, simulation
+from tests.support.on_ranks import on_ranks
+
+on_xpus = partial(run, xpu=True, policy="newest")
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def resources() -> Any:
+    """What the group has on its device."""
+    return world()._backends.for_device("xpu").resources
+
+
+@on_ranks(2, start=partial(on_xpus, backend=None))
+def test_xpu_arrays_go_to_xccl_by_default() -> None:
+    assert dist.get_backend_config() == "cpu:gloo,xpu:xccl"
+    x = arrays.full(1000, dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    assert (x.numpy() == 3.0).all()
+    assert "xpu arrays: backend xccl: the default for xpu arrays" in dist.explain()
+    assert dist.get_default_backend_for_device("xpu:0") == "xccl"
+
+
+@on_ranks(2, start=partial(on_xpus, backend="xccl"))
+def test_a_group_of_xccl_has_a_backend_for_objects_and_barriers() -> None:
+    said = [None, None]
+    dist.all_gather_object(said, dist.get_rank())
+    assert said == [0, 1]
+    dist.barrier()
+    x = np.ones(3)
+    dist.all_reduce(x)
+    assert (x == 2).all()
+
+
+@on_ranks(2, start=partial(on_xpus, backend="gloo"))
+def test_xpu_arrays_go_through_host_memory_to_a_backend_of_the_host() -> None:
+    x = arrays.full(1000, dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    assert (x.numpy() == 3.0).all()
+    assert "xpu arrays through page-locked memory" in dist.explain()
+
+
+@on_ranks(2, start=partial(on_xpus, backend="cpu:gloo,xpu:xccl"))
+def test_an_array_of_a_queue_that_is_not_in_order_is_communicated_on_the_groups_own_stream() -> None:
+    """A kernel on such a queue would not wait for the event of the array's producer."""
+    runtime = simulation().cuda
+    assert isinstance(runtime, SimulatedXpu)
+    with arrays.Stream() as stream:
+        x = arrays.full(1000, dist.get_rank() + 1.0)
+        dist.all_reduce(x)
+        assert resources().in_flight.last.runs_on == stream.ptr
+        runtime.out_of_order.add(stream.ptr)
+        x *= 2.0
+        dist.all_reduce(x)
+        assert resources().in_flight.last.runs_on == resources().stream
+        x *= 2.0
+        assert (x.numpy() == 24.0).all()
+
+
+@on_ranks(2, start=partial(on_xpus, backend="cpu:gloo,xpu:xccl"))
+def test_what_oneccl_lacks_is_refused_by_its_name() -> None:
+    x = arrays.full(4, 1.0)
+    dist.all_reduce(x)
+    with pytest.raises(dist.BackendUnavailableError, match="put: one-sided operations need the backend nccl"):
+        world().put(x, 1 - dist.get_rank(), x)
+    with pytest.raises(dist.BackendUnavailableError, match="windows need the backend nccl"):
+        world().symmetric_empty(4)
