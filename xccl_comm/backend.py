@@ -51,9 +51,8 @@ class XCCLBackend(DeviceBackend):
 
     def run(self, call: Call) -> PendingWork | None:
         arrays = call.inputs or call.outputs
-        if arrays and not self.runtime.in_order(
-            arrays[0].stream
-        ):  # a kernel on it would not wait for the events
+        # on a queue that is not in order a kernel would not wait for the events before it
+        if arrays and not self.runtime.in_order(arrays[0].stream):
             self.post((call,)).wait(None)
             return None
         return super().run(call)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from tests.simulated_nccl import arrays
 from tests.simulated_nccl.oneccl import SimulatedXpu
 from tests.simulated_nccl.ranks import run, simulation
 from tests.support.on_ranks import on_ranks
+from tests.support.order import await_true
 
 on_xpus = partial(run, xpu=True, policy="newest")
 
@@ -70,6 +73,26 @@ def test_an_array_of_a_queue_that_is_not_in_order_is_communicated_on_the_groups_
         assert resources().in_flight.last.runs_on == resources().stream
         x *= 2.0
         assert (x.numpy() == 24.0).all()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("frees_in_order", [True, False])
+@on_ranks(2, start=partial(on_xpus, backend="cpu:gloo,xpu:xccl"))
+def test_an_array_is_kept_if_its_library_would_free_it_before_the_operation_is_done(
+    frees_in_order: bool, blocking: bool
+) -> None:
+    simulation().cuda.frees_in_order = frees_in_order
+    dist.all_reduce(arrays.full(4, 1.0))
+    with simulation().hold():
+        x = arrays.full(1000, 1.0)
+        alive = weakref.ref(x)
+        work = dist.all_reduce(x, async_op=not blocking)
+        if work is not None:
+            work.wait()
+        del x, work
+        gc.collect()
+        assert (alive() is None) == frees_in_order
+    await_true(lambda: alive() is None)
 
 
 @on_ranks(2, start=partial(on_xpus, backend="cpu:gloo,xpu:xccl"))

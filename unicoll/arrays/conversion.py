@@ -194,7 +194,7 @@ def _from_usm_interface(array: Any) -> Buffer:
         int(pointer or 0) + offset * dtype.itemsize,
         int(np.prod(shape, dtype=np.int64)),
         stream,
-        lambda: (packed, stream)[1],  # keeps the packed copy
+        lambda: stream,
     )
 
 

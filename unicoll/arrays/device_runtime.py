@@ -58,12 +58,15 @@ class DeviceRuntime(ABC):
         device_type: the type of the devices' arrays: ``"cuda"``.
         visible_devices: the environment variable that selects the devices of a process.
         host_memory: True if the arrays are in host memory: the host waits for operations, not a stream.
+        frees_in_order: True if the memory of an array that is dropped is used again only after the work that is on
+            the array's stream then. Array libraries with a pool of memory do that.
     """
 
     name: ClassVar[str] = "CUDA"
     device_type: ClassVar[str] = "cuda"
     visible_devices: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
     host_memory: ClassVar[bool] = False
+    frees_in_order: bool = True
 
     @property
     @abstractmethod

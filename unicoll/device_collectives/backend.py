@@ -250,7 +250,7 @@ class DeviceBackend(Backend):
         return pending
 
     def _run_on(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> PendingWork | None:
-        """Put a call on the caller's stream. The arrays are not kept alive: later work on the stream runs after it."""
+        """Put a call on the caller's stream. Its arrays are kept only if their library could free them too early."""
         captured = stream > LEGACY_STREAM and self.runtime.capturing(stream)
         others = other_streams(calls, stream)
         resources.streams.wait_for_producers(others, stream, stream)
@@ -260,7 +260,8 @@ class DeviceBackend(Backend):
             resources.in_flight.recorded = True
         else:
             pending = resources.in_flight.add(calls, stream, stream, False)
-            pending.release()
+            if self.runtime.frees_in_order:
+                pending.release()
         resources.streams.release_consumers(others, stream)
         return pending
 

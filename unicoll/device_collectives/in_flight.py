@@ -207,6 +207,11 @@ class InFlight:
         self._retained: deque[tuple[int, float, tuple[Call, ...]]] = deque()
         self._measure_lock = threading.Lock()
 
+    @property
+    def frees_in_order(self) -> bool:
+        """As of the device's runtime."""
+        return self._runtime.frees_in_order
+
     # --- posting ------------------------------------------------------------------------------------------------
 
     def record_start(self, call: Call) -> int:

@@ -66,7 +66,7 @@ class StreamCompletion(Completion):
             if not same_stream:  # the copies may still run when the operation has ended
                 for current_stream in self._current_streams:
                     self._in_flight.retain(calls, current_stream())
-        if same_stream:
+        if same_stream and self._in_flight.frees_in_order:
             work.release()  # later work on this stream, which may reuse the memory, runs after the operation
         if timeout is not None or self._blocking:
             self._block(timeout)

@@ -61,6 +61,8 @@ class DpctlRuntime(SyclRuntime):
     Queues of the program are known from its arrays. They are kept: SYCL does not tell when a queue is no longer used.
     """
 
+    frees_in_order = False  # dpctl waits for its own operations only
+
     def __init__(self, dpctl: Any) -> None:
         self._dpctl = dpctl
         self._usm = import_module("dpctl.memory")

@@ -71,6 +71,7 @@ class TorchRuntime(SyclRuntime):
     def place_of(self, queue: Any) -> tuple[int, int]:
         device = int(queue.sycl_device.filter_string.rpartition(":")[2])  # "level_zero:gpu:0"
         handle = int(queue.addressof_ref())
+        self.frees_in_order = False  # dpctl's arrays are not freed by torch
         if handle not in self._streams:
             self._streams[handle] = self._xpu.get_stream_from_external(handle, device)
         return device, handle
