@@ -14,11 +14,11 @@ from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import Device, DType, Reduction
 from unicoll.backend import Call, Caps
 from unicoll.backend.fallbacks import flat_of
-from unicoll.backend.work import Completion
 from unicoll.device_collectives.backend import NATIVE_OPERATIONS, DeviceBackend
 from unicoll.device_collectives.group_resources import GroupResources
 from unicoll.device_collectives.in_flight import PendingWork
 from unicoll.device_collectives.interface import CollectiveLibrary
+from unicoll.device_collectives.stream_completion import StreamCompletion
 from xccl_comm.host_runtime import HostRuntime
 from xccl_comm.library import locate
 from xccl_comm.library.host_calls import HostOneCCL
@@ -53,8 +53,9 @@ class XCCLBackend(DeviceBackend):
         arrays = call.inputs or call.outputs
         # on a queue that is not in order a kernel would not wait for the events before it
         if arrays and not self.runtime.in_order(arrays[0].stream):
-            self.post((call,)).wait(None)
-            return None
+            made = self.post((call,))
+            made.wait(None)
+            return made.work
         return super().run(call)
 
 
@@ -85,7 +86,7 @@ class HostXCCLBackend(DeviceBackend):
     def run(self, call: Call) -> None:
         self.post((call,)).wait(None)
 
-    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+    def post(self, calls: Sequence[Call], stream: Any = None) -> StreamCompletion:
         for call in calls:
             for buffer in (*call.inputs, *call.outputs):
                 if buffer.flat is not None:

@@ -18,7 +18,7 @@ def _without_hold(self: StreamCompletion, *args: Any, **kwargs: Any) -> None:
     """No reference keeps the arrays alive while the device uses them."""
     _hold(self, *args, **kwargs)
     self._calls = ()
-    self._work.release()
+    self.work.release()
 
 
 def _nothing(self: Any, *args: Any) -> None:

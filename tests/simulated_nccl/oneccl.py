@@ -30,9 +30,6 @@ class SimulatedXpu(SimulatedCuda):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.out_of_order: set[int] = set()
 
-    def has_gpus(self) -> bool:
-        return True
-
     def in_order(self, stream: int) -> bool:
         return stream not in self.out_of_order
 

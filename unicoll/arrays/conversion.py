@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -134,9 +135,9 @@ def _from_dlpack(array: Any) -> Buffer:
     if kind in dlpack.CUDA_DEVICES:
         device, memory = Device("cuda", index), dlpack.import_device(array, LEGACY_STREAM, 0)
     elif kind == dlpack.ONEAPI_DEVICE:
-        device = Device("xpu", index)
-        # without a queue of the consumer's the producer orders the memory by its own default queue
-        memory = dlpack.import_device(array, None, _sycl().default_stream(index))
+        queue = _sycl().default_queue(index)
+        index, stream = _sycl().place_of(queue)
+        device, memory = Device("xpu", index), dlpack.import_device(array, queue, stream)
     else:
         raise DistTypeError(f"arrays on a device of DLPack type {kind} cannot be communicated")
     count = int(np.prod(memory.shape, dtype=np.int64))
@@ -181,7 +182,7 @@ def _from_usm_interface(array: Any) -> Buffer:
     offset = packed.__sycl_usm_array_interface__.get("offset", 0)
     queue = found["syclobj"]
     if not hasattr(queue, "sycl_device"):  # a context, or the name of a device
-        queue = sys.modules["dpctl.memory"].as_usm_memory(array).sycl_queue
+        queue = import_module("dpctl.memory").as_usm_memory(array).sycl_queue
     index, stream = _sycl().place_of(queue)
     return Buffer(
         array,
@@ -307,8 +308,8 @@ def as_buffer(array: Any, what: str = "") -> Buffer:
     """The buffer of an array of any supported family; a contiguous array is not copied.
 
     Args:
-        array: NumPy, CuPy or torch array, or an object with DLPack, ``__cuda_array_interface__`` or the buffer
-            protocol.
+        array: NumPy, CuPy or torch array, or an object with DLPack, ``__cuda_array_interface__``,
+            ``__sycl_usm_array_interface__`` or the buffer protocol.
         what: operation and argument, for errors: ``"broadcast: tensor"``.
 
     Raises:

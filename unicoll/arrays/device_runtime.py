@@ -1,6 +1,6 @@
 """The interface of a device runtime: devices, streams, events, copies and memory.
 
-:mod:`unicoll.arrays.devices` has the runtime of CUDA devices. Handles of streams and events are integers.
+:mod:`unicoll.arrays.devices` has the runtime of each device type. Handles of streams and events are integers.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def description(self) -> str:
         """Name and version, for reports."""
+
+    def has_gpus(self) -> bool:
+        """True if the devices are GPUs; SYCL's may be a CPU."""
+        return True
 
     @abstractmethod
     def device_count(self) -> int:

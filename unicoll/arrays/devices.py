@@ -8,6 +8,7 @@ Tests replace them by simulated devices with :func:`install`.
 
 from __future__ import annotations
 
+import threading
 from importlib import import_module
 
 from unicoll.arrays.device_runtime import DeviceRuntime
@@ -22,6 +23,7 @@ _BY_IMPORTS = frozenset(("xpu",))
 
 _installed: dict[str, DeviceRuntime] = {}
 _reasons: dict[str, str] = {}
+_lock = threading.RLock()
 
 
 def install(device_type: str, runtime: DeviceRuntime | None) -> None:
@@ -39,16 +41,16 @@ def reason_against(device_type: str) -> str | None:
         return None
     if device_type not in _MODULES:
         return f"unicoll has no runtime for {device_type!r} devices"
-    reason = _reasons.get(device_type)
-    if reason is None:
+    with _lock:
+        if device_type in _installed or device_type in _reasons:
+            return _reasons.get(device_type)
         found = import_module(_MODULES[device_type]).load()
         if not isinstance(found, str):
             _installed[device_type] = found
             return None
-        reason = found
         if device_type not in _BY_IMPORTS:
-            _reasons[device_type] = reason
-    return reason
+            _reasons[device_type] = found
+        return str(found)
 
 
 def runtime(device_type: str) -> DeviceRuntime:

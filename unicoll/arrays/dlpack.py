@@ -1,7 +1,7 @@
 """Arrays that are accessible by DLPack only (https://dmlc.github.io/dlpack), for example JAX arrays.
 
-CPU arrays become NumPy views. NumPy has no arrays on devices, so their capsules are read here: on CUDA the producer
-gets the stream on which the memory is read, and makes that stream wait for pending writes.
+CPU arrays become NumPy views. NumPy has no arrays on devices, so their capsules are read here: the producer gets
+the stream on which the memory is read, and makes that stream wait for pending writes.
 """
 
 from __future__ import annotations
@@ -153,11 +153,12 @@ def host_view(array: Any) -> np.ndarray[Any, Any]:
     return np.asarray(WritableMemory(view))
 
 
-def import_device(array: Any, stream: int | None, handle: int) -> DLPackMemory:
+def import_device(array: Any, stream: Any, handle: int) -> DLPackMemory:
     """The memory of an array on a device.
 
     Args:
-        stream: for the producer: on CUDA the stream for which the memory is ordered (1 is the legacy default stream).
+        stream: for the producer, which orders the memory for it: on CUDA a stream (1 is the legacy default stream), on
+            a SYCL device a ``dpctl.SyclQueue``.
         handle: the stream's handle here.
 
     Raises:

@@ -172,7 +172,8 @@ def _xpu_stream(torch: Any, index: int) -> Callable[[], int]:
     current_stream = getattr(devices.runtime("xpu"), "current_stream", None)
     if current_stream is None:
         raise DistTypeError(
-            "tensors on xpu cannot be communicated: torch was imported after dpctl's devices were used"
+            "tensors on xpu cannot be communicated: dpctl's devices were used before torch was imported;"
+            " import torch before init_process_group()"
         )
     return partial(current_stream, index)
 

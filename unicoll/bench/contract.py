@@ -121,7 +121,7 @@ class Contender(ABC):
 
 
 def use_device(job: BenchJob, kind: str = "cuda") -> str:
-    """Select this rank's device in its runtime and in the imported array libraries; returns ``"cuda:N"``."""
+    """Select this rank's device in its runtime and the array libraries; returns ``"cuda:N"`` or ``"xpu:N"``."""
     runtime = devices.runtime(kind)
     index = job.local_rank % runtime.device_count()
     runtime.set_device(index)

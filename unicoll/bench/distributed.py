@@ -102,6 +102,8 @@ class Unicoll(_Distributed):
     module = dist
 
     def reason(self) -> str | None:
+        if self.backend == "xccl" and find_spec("torch") is not None:
+            import_module("torch")  # if it is one for XPU, the XPUs are torch's
         return registry.reason_against(self.backend)
 
     def open(self, job: BenchJob) -> None:

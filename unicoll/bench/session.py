@@ -159,11 +159,11 @@ class Session:
         if warning := report.load_warning(load, len(os.sched_getaffinity(0))):
             self.print_line(f"# warning: {warning}")
         if options.osu:
-            cuda = any(contender.device != "cpu" for contender in self.contenders)
+            kinds = {contender.device.partition(":")[0].upper() for contender in self.contenders} - {"CPU"}
             title = "unicoll.bench" if self.compared else label(self.contenders[0].name)
             header_fields = (
                 options.op,
-                f"{title}{'-CUDA' if cuda else ''}",
+                "-".join([title, *sorted(kinds)]),
                 dist.__version__,
                 options.types[0],
                 options.osu_full,

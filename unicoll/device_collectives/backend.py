@@ -265,7 +265,7 @@ class DeviceBackend(Backend):
         resources.streams.release_consumers(others, stream)
         return pending
 
-    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+    def post(self, calls: Sequence[Call], stream: Any = None) -> StreamCompletion:
         calls = tuple(calls)
         first = calls[0]
         with self._lock:
@@ -288,7 +288,7 @@ class DeviceBackend(Backend):
         """Sends and receives of a batch are one group call, so that their order does not matter."""
         return [self.post(calls, stream)] * len(calls)
 
-    def _post_barrier(self, resources: GroupResources, call: Call) -> Completion:
+    def _post_barrier(self, resources: GroupResources, call: Call) -> StreamCompletion:
         """A barrier on the group's own stream; its ``wait()`` blocks the host, since it has no arrays."""
         in_flight = resources.in_flight
         start = in_flight.record_start(call)

@@ -19,6 +19,9 @@ class StreamCompletion(Completion):
     Args:
         blocking: True if ``wait`` blocks the host as well, as that of a barrier does, and of arrays in host memory.
         orders_streams: False for arrays in host memory.
+
+    Attributes:
+        work: the operation.
     """
 
     def __init__(
@@ -27,30 +30,30 @@ class StreamCompletion(Completion):
         self.orders_streams = orders_streams
         self._blocking = blocking
         self._in_flight = in_flight
-        self._work = work
+        self.work = work
         self._current_streams, self._packed = _streams_and_packing(work.calls)
         self._calls = work.calls if self._packed else ()
 
     def done(self) -> bool:
-        work = self._work
+        work = self.work
         return work.done or work.error is not None or self._in_flight.is_done(work)
 
     def exception(self) -> BaseException | None:
-        return self._work.error
+        return self.work.error
 
     @property
     def recorded(self) -> bool:
-        return self._work.captured
+        return self.work.captured
 
     def track(self, entries: Sequence[PendingEntry]) -> None:
-        self._work.track(entries)
+        self.work.track(entries)
 
     def took(self) -> float:
-        return self._work.seconds or 0.0
+        return self.work.seconds or 0.0
 
     def wait(self, timeout: float | None) -> None:
         """Make the current stream of each array library wait; with a ``timeout`` block the host as well."""
-        work = self._work
+        work = self.work
         if work.error is not None:
             raise work.error
         same_stream = not self._blocking
@@ -73,7 +76,7 @@ class StreamCompletion(Completion):
 
     def _order(self, stream: int) -> None:
         """Make a stream wait for the end of the operation."""
-        self._in_flight.streams.wait_event(stream, self._work.event)
+        self._in_flight.streams.wait_event(stream, self.work.event)
 
     def synchronize(self, timeout: float | None = None) -> None:
         packed = self._packed
@@ -89,7 +92,7 @@ class StreamCompletion(Completion):
             call.write_back()
 
     def _block(self, timeout: float | None) -> None:
-        work = self._work
+        work = self.work
         if work.captured:
             return  # it runs when the graph is launched
         started = time.monotonic()
@@ -108,7 +111,7 @@ class StreamCompletion(Completion):
             raise work.error
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
-        if self._work.add_callback(fn):
+        if self.work.add_callback(fn):
             self._in_flight.sweep_often()
         else:
             fn()

@@ -68,7 +68,10 @@ def _torch() -> Iterator[Facts]:
         return
     torch: Any = importlib.import_module("torch")
     version, cuda = str(torch.__version__), torch.version.cuda
-    line = f"{version}, {f'built for CUDA {cuda}' if cuda else 'built without CUDA'}"
+    xpu = getattr(torch.version, "xpu", None)
+    line = (
+        f"{version}, {f'built for CUDA {cuda}' if cuda else 'built for XPU' if xpu else 'built without CUDA'}"
+    )
     yield {"version": version, "cuda": cuda, "nccl": _mapped_nccl(), "lines": [line], "at": "torch.cuda"}
     if not cuda:
         return

@@ -122,10 +122,11 @@ def _choose_by_device(started_by_mpi: bool, against_mpi: str) -> list[BackendCho
         why = f"an MPI launcher started this process, but {against_mpi or reason_against('mpi')}"
     choices = [BackendChoice("cpu", name, cls, why)]
     for device, name in DEFAULTS.items():
-        if devices.reason_against(device) is None:
-            cls = load(name)
-            if device in devices_of(name, cls) and reason_against(name) is None:
-                choices.append(BackendChoice(device, name, cls, f"the default for {device} arrays"))
+        if device != "cuda" and devices.reason_against(device) is not None:
+            continue  # NCCL's backend itself looks for the library first, and initialises CUDA only if there is one
+        cls = load(name)
+        if device in devices_of(name, cls) and reason_against(name) is None:
+            choices.append(BackendChoice(device, name, cls, f"the default for {device} arrays"))
     return choices
 
 

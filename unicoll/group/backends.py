@@ -19,7 +19,7 @@ from unicoll.errors import (
     DistTypeError,
     GroupAbortedError,
 )
-from unicoll.group.backend_choice import STAGED, BackendChoice
+from unicoll.group.backend_choice import DEFAULTS, STAGED, BackendChoice
 from unicoll.group.registry import load, reason_against
 from unicoll.net.debug_level import DebugLevel, get_debug_level
 
@@ -154,7 +154,7 @@ class GroupBackends:
     @property
     def on_device(self) -> Backend:
         """The backend of arrays on a device, without staging; :attr:`host` if the group has none."""
-        return self.unstaged(next((c.device for c in self.choices if c.device != "cpu"), "cpu"))
+        return next((self._by_device[d] for d in DEFAULTS if d in self._by_device), self.host)
 
     def route(self, call: Call) -> Backend:
         """The backend that serves a call.

@@ -138,9 +138,9 @@ def symmetric_empty(
         raise DistArgumentError(
             f"symmetric_empty: shape {list(sizes)} has a negative size", op="symmetric_empty"
         )
-    if device not in (None, "cpu", "cuda"):
+    if device not in (None, "cpu", "cuda", "xpu"):
         raise DistArgumentError(
-            f"symmetric_empty: device {device!r} is not 'cpu' or 'cuda'", op="symmetric_empty"
+            f"symmetric_empty: device {device!r} is not 'cpu', 'cuda' or 'xpu'", op="symmetric_empty"
         )
     backend = self._backends.unstaged(device) if device is not None else self._backends.on_device
     return backend.symmetric_empty(sizes, _element_type(dtype))

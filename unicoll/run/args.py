@@ -123,7 +123,7 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
             OUT: _texts(parsed.duplicate_stdout_filters),
             ERR: _texts(parsed.duplicate_stderr_filters),
         },
-        affinity=cpu_affinity(parsed.numa_binding, nproc, _gpus()) if parsed.numa_binding else {},
+        affinity=cpu_affinity(parsed.numa_binding, nproc, _gpus(parsed)) if parsed.numa_binding else {},
         devices=_devices(nproc) if parsed.virtual_local_rank else {},
     )
     if options.mpi:
@@ -180,8 +180,9 @@ def _nodes(text: str, target: str) -> int:
     return least
 
 
-def _gpus() -> list[str]:
-    return gpu_addresses() or gpu_addresses("Level Zero")
+def _gpus(parsed: argparse.Namespace) -> list[str]:
+    """PCI addresses of the GPUs of the local ranks."""
+    return gpu_addresses("Level Zero" if parsed.nproc_per_node == "xpu" else "CUDA")
 
 
 def _workers(text: str) -> int:
@@ -196,7 +197,7 @@ def _workers(text: str) -> int:
             raise ValueError("--nproc-per-node xpu: this machine has no usable Intel GPU")
         return len(xpus)
     if text == "auto":
-        return len(_gpus() or os.sched_getaffinity(0))
+        return len(gpu_addresses() or os.sched_getaffinity(0))
     try:
         number = int(text)
     except ValueError:

@@ -239,10 +239,11 @@ def _own_references() -> int:
 _OWN_REFERENCES = _own_references()
 
 
-_CAPTURING = [m for m in (torch.cuda, torch.xpu) if hasattr(m, "is_current_stream_capturing")]
-"""The modules of device types with graphs."""
+_XPU_GRAPHS = getattr(torch._C, "_has_xpu", False) and hasattr(torch.xpu, "is_current_stream_capturing")
 
 
 def _is_capturing() -> bool:
     """True if the current stream of a device is capturing a graph."""
-    return any(module.is_initialized() and module.is_current_stream_capturing() for module in _CAPTURING)
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return True
+    return _XPU_GRAPHS and torch.xpu.is_initialized() and bool(torch.xpu.is_current_stream_capturing())

@@ -31,7 +31,7 @@ def serves_xpu() -> bool:
     chosen = os.environ.get("CCL_PLUGIN")
     if chosen is not None:
         return chosen != _CPU
-    return devices.reason_against("xpu") is None and bool(getattr(devices.runtime("xpu"), "has_gpus", bool)())
+    return devices.reason_against("xpu") is None and devices.runtime("xpu").has_gpus()
 
 
 def _bind(library: Any, path: str) -> CollectiveLibrary | str:

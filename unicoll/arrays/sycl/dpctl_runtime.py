@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn
 
 from unicoll.arrays.device_runtime import DeviceError, DeviceFacts
-from unicoll.arrays.sycl.runtime import SyclRuntime
+from unicoll.arrays.sycl.runtime import SyclRuntime, errors
+from unicoll.errors import DistTypeError
 from unicoll.net import fork_safety
 
 
@@ -66,7 +65,7 @@ class DpctlRuntime(SyclRuntime):
     def __init__(self, dpctl: Any) -> None:
         self._dpctl = dpctl
         self._usm = import_module("dpctl.memory")
-        found = dpctl.get_devices()
+        self._numbered = found = dpctl.get_devices()
         self._gpus = [d for d in found if d.is_gpu and d.backend == dpctl.backend_type.level_zero]
         self._devices = self._gpus + [d for d in found if d not in self._gpus]
         self._thread = _Thread()
@@ -74,14 +73,13 @@ class DpctlRuntime(SyclRuntime):
         self._numbers = itertools.count(1)
         self._queues: dict[int, Any] = {}  # by handle
         self._handles: dict[Any, int] = {}  # by queue; different objects for a queue are equal
-        self._defaults: dict[int, int] = {}
         self._events: dict[int, _Event] = {}
         self._memory: dict[int, Any] = {}
         self._marks: dict[int, Any] = {}
         fork_safety.in_child(self._disable)
 
     def _disable(self) -> None:
-        self._queues, self._handles, self._defaults = _ForkedChild(), {}, _ForkedChild()
+        self._queues, self._handles = _ForkedChild(), {}
 
     @property
     def description(self) -> str:
@@ -104,7 +102,7 @@ class DpctlRuntime(SyclRuntime):
         )
 
     def peer_access(self, device: int, other: int) -> tuple[bool, bool]:
-        with _errors("ext_oneapi_can_access_peer"):
+        with errors("ext_oneapi_can_access_peer"):
             reaches = bool(self._devices[device].can_access_peer(self._devices[other]))
             return reaches, False
 
@@ -117,7 +115,13 @@ class DpctlRuntime(SyclRuntime):
     # --- streams and events ---
 
     def place_of(self, queue: Any) -> tuple[int, int]:
-        return self._devices.index(queue.sycl_device), self._handles.get(queue) or self._keep(queue)
+        device = queue.sycl_device
+        if device not in self._devices:
+            raise DistTypeError(f"arrays on a part of a device cannot be communicated: {device.name}")
+        return self._devices.index(device), self._handles.get(queue) or self._keep(queue)
+
+    def default_queue(self, number: int) -> Any:
+        return self._dpctl.get_device_cached_queue(self._numbered[number])
 
     def _keep(self, queue: Any) -> int:
         with self._lock:
@@ -125,15 +129,10 @@ class DpctlRuntime(SyclRuntime):
             self._queues.setdefault(handle, queue)
             return handle
 
-    def default_stream(self, device: int) -> int:
-        if device not in self._defaults:
-            self._defaults[device] = self.create_stream(device)
-        return self._defaults[device]
-
     def create_stream(self, device: int, high_priority: bool = False) -> int:
         found = self._devices[device]
         properties = ["in_order", *(["enable_profiling"] if found.has_aspect_queue_profiling else [])]
-        with _errors("sycl::queue"):
+        with errors("sycl::queue"):
             return self._keep(self._dpctl.SyclQueue(found, property=properties))
 
     def destroy_stream(self, stream: int) -> None:
@@ -146,7 +145,7 @@ class DpctlRuntime(SyclRuntime):
         return bool(self._queues[stream].is_in_order)
 
     def stream_done(self, stream: int) -> bool:
-        with _errors("ext_oneapi_submit_barrier"):
+        with errors("ext_oneapi_submit_barrier"):
             mark = self._marks.get(stream) or self._queues[stream].submit_barrier()
             if self._complete(mark):
                 self._marks.pop(stream, None)
@@ -163,18 +162,18 @@ class DpctlRuntime(SyclRuntime):
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
-        with _errors("ext_oneapi_submit_barrier"):
+        with errors("ext_oneapi_submit_barrier"):
             self._events[event].barrier = self._queues[stream].submit_barrier()
 
     def wait_event(self, stream: int, event: int) -> None:
         barrier = self._events[event].barrier
         if barrier is not None:
-            with _errors("ext_oneapi_submit_barrier"):
+            with errors("ext_oneapi_submit_barrier"):
                 self._queues[stream].submit_barrier([barrier])
 
     def event_done(self, event: int) -> bool:
         barrier = self._events[event].barrier
-        with _errors("event::get_info"):
+        with errors("event::get_info"):
             return barrier is None or self._complete(barrier)
 
     def _complete(self, barrier: Any) -> bool:
@@ -182,7 +181,7 @@ class DpctlRuntime(SyclRuntime):
 
     def elapsed(self, start: int, end: int) -> float:
         first, last = self._events[start].barrier, self._events[end].barrier
-        with _errors("event::get_profiling_info"):
+        with errors("event::get_profiling_info"):
             return float(last.profiling_info_end - first.profiling_info_end) / 1e9
 
     # --- memory ---
@@ -191,9 +190,8 @@ class DpctlRuntime(SyclRuntime):
         return self._allocate(self._usm.MemoryUSMDevice, device, nbytes)
 
     def _allocate(self, kind: Any, device: int, nbytes: int) -> int:
-        queue = self._queues[self.default_stream(device)]
-        with _errors(kind.__name__):
-            made = kind(max(nbytes, 1), queue=queue)
+        with errors(kind.__name__):
+            made = kind(max(nbytes, 1), queue=self._dpctl.get_device_cached_queue(self._devices[device]))
         ptr: int = made.__sycl_usm_array_interface__["data"][0]
         self._memory[ptr] = made
         return ptr
@@ -209,26 +207,5 @@ class DpctlRuntime(SyclRuntime):
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         queue, usm = self._queues[stream], self._usm.as_usm_memory
-        with _errors("queue::memcpy"):
+        with errors("queue::memcpy"):
             queue.memcpy_async(usm(_Memory(to, nbytes, queue)), usm(_Memory(source, nbytes, queue)), nbytes)
-
-    def device_of(self, ptr: int) -> int:
-        for device in range(len(self._devices)):
-            queue = self._queues[self.default_stream(device)]
-            try:
-                kind = type(self._usm.as_usm_memory(_Memory(ptr, 1, queue)))
-            except ValueError:  # no memory of this device's context
-                continue
-            return -1 if kind is self._usm.MemoryUSMHost else device
-        return -1
-
-
-@contextmanager
-def _errors(function: str) -> Iterator[None]:
-    """Raise dpctl's exceptions, which have no common class, as DeviceError."""
-    try:
-        yield
-    except DeviceError:
-        raise
-    except Exception as e:
-        raise DeviceError(f"{function}: {e}") from e

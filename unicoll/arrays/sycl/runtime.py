@@ -6,30 +6,39 @@ address, as in ``torch.xpu.Stream.sycl_queue`` and ``dpctl.SyclQueue.addressof_r
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from unicoll.arrays.device_runtime import DeviceRuntime
+from unicoll.arrays.device_runtime import DeviceError, DeviceRuntime
+from unicoll.errors import DistError, DistTypeError
 
 
 class SyclRuntime(DeviceRuntime):
-    """What is common to both: handles, and what SYCL does not have."""
+    """Handles, and what SYCL does not have."""
 
     name = "SYCL"
     device_type = "xpu"
     visible_devices = "ZE_AFFINITY_MASK"
 
-    @abstractmethod
     def place_of(self, queue: Any) -> tuple[int, int]:
-        """The ordinal of the device of a ``dpctl.SyclQueue``, and the stream's handle."""
+        """The ordinal of the device of a ``dpctl.SyclQueue``, and the stream's handle.
 
-    @abstractmethod
-    def default_stream(self, device: int) -> int:
-        """Handle of the stream of arrays whose library names none."""
+        Raises:
+            DistTypeError: the runtime is not dpctl's, or does not have the device.
+        """
+        raise DistTypeError(
+            "arrays of dpctl cannot be communicated in a process with a torch for XPU: make tensors of them with"
+            " torch.from_dlpack"
+        )
 
-    @abstractmethod
-    def has_gpus(self) -> bool:
-        """True if the devices are Intel's GPUs."""
+    def default_queue(self, number: int) -> Any:
+        """dpctl's queue of arrays that are made without one, on the device with a number in DLPack.
+
+        Raises:
+            DistTypeError: as :meth:`place_of`.
+        """
+        return self.place_of(None)
 
     def capturing(self, stream: int) -> bool:
         return False
@@ -39,3 +48,17 @@ class SyclRuntime(DeviceRuntime):
 
     def allocation(self, ptr: int) -> int:
         return ptr
+
+    def device_of(self, ptr: int) -> int:
+        raise DeviceError("SYCL does not tell the device of an address without its context")
+
+
+@contextmanager
+def errors(function: str) -> Iterator[None]:
+    """Raise the exceptions of torch and dpctl, which have no class of their own, as DeviceError."""
+    try:
+        yield
+    except DistError:
+        raise
+    except Exception as e:
+        raise DeviceError(f"{function}: {e}") from e

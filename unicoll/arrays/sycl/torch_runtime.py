@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from unicoll.arrays.device_runtime import DeviceFacts
-from unicoll.arrays.sycl.runtime import SyclRuntime
+from unicoll.arrays.sycl.runtime import SyclRuntime, errors
 
 
 class TorchRuntime(SyclRuntime):
@@ -34,9 +34,6 @@ class TorchRuntime(SyclRuntime):
     def device_count(self) -> int:
         return int(self._xpu.device_count())
 
-    def has_gpus(self) -> bool:
-        return True
-
     def facts(self, device: int) -> DeviceFacts:
         found = self._xpu.get_device_properties(device)
         # before torch 2.9 there is no unique id, and the number depends on the variable that hides others
@@ -51,8 +48,8 @@ class TorchRuntime(SyclRuntime):
         return int(self._xpu.current_device()) if self._xpu.is_initialized() else -1
 
     def set_device(self, device: int) -> None:
-        if device >= 0:
-            self._xpu.set_device(device)
+        with errors("torch.xpu.set_device"):
+            self._xpu.set_device(max(0, device))  # torch's default
 
     # --- streams and events ---
 
@@ -68,19 +65,9 @@ class TorchRuntime(SyclRuntime):
         self._streams.setdefault(handle, stream)
         return handle
 
-    def place_of(self, queue: Any) -> tuple[int, int]:
-        device = int(queue.sycl_device.filter_string.rpartition(":")[2])  # "level_zero:gpu:0"
-        handle = int(queue.addressof_ref())
-        self.frees_in_order = False  # dpctl's arrays are not freed by torch
-        if handle not in self._streams:
-            self._streams[handle] = self._xpu.get_stream_from_external(handle, device)
-        return device, handle
-
-    def default_stream(self, device: int) -> int:
-        return self.current_stream(device)
-
     def create_stream(self, device: int, high_priority: bool = False) -> int:
-        return self._keep(self._xpu.Stream(device, priority=-1 if high_priority else 0))
+        with errors("torch.xpu.Stream"):
+            return self._keep(self._xpu.Stream(device, priority=-1 if high_priority else 0))
 
     def destroy_stream(self, stream: int) -> None:
         pass  # another user of torch's may have the same one
@@ -91,7 +78,8 @@ class TorchRuntime(SyclRuntime):
         return query is not None and device >= 0 and stream == self.current_stream(device) and bool(query())
 
     def stream_done(self, stream: int) -> bool:
-        return bool(self._streams[stream].query())
+        with errors("torch.xpu.Stream.query"):
+            return bool(self._streams[stream].query())
 
     def create_event(self, device: int, timing: bool = False) -> int:
         handle = next(self._numbers)
@@ -102,21 +90,30 @@ class TorchRuntime(SyclRuntime):
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
-        self._events[event].record(self._streams[stream])
+        with errors("torch.xpu.Event.record"):
+            self._events[event].record(self._streams[stream])
 
     def wait_event(self, stream: int, event: int) -> None:
-        self._streams[stream].wait_event(self._events[event])
+        with errors("torch.xpu.Stream.wait_event"):
+            self._streams[stream].wait_event(self._events[event])
 
     def event_done(self, event: int) -> bool:
-        return bool(self._events[event].query())
+        with errors("torch.xpu.Event.query"):
+            return bool(self._events[event].query())
 
     def elapsed(self, start: int, end: int) -> float:
-        return float(self._events[start].elapsed_time(self._events[end])) / 1e3
+        with errors("torch.xpu.Event.elapsed_time"):
+            return float(self._events[start].elapsed_time(self._events[end])) / 1e3
 
     # --- memory ---
 
     def allocate(self, device: int, nbytes: int) -> int:
-        return self._hold(self._torch.empty(max(nbytes, 1), dtype=self._torch.uint8, device=f"xpu:{device}"))
+        with errors("torch.empty"):
+            made = self._torch.empty(max(nbytes, 1), dtype=self._torch.uint8, device=f"xpu:{device}")
+            self._xpu.current_stream(
+                device
+            ).synchronize()  # kernels of its last use may still be on the stream
+        return self._hold(made)
 
     def _hold(self, tensor: Any) -> int:
         ptr: int = tensor.data_ptr()
@@ -127,14 +124,16 @@ class TorchRuntime(SyclRuntime):
         del self._memory[ptr]
 
     def pin(self, nbytes: int) -> int:
-        return self._hold(self._torch.empty(max(nbytes, 1), dtype=self._torch.uint8, pin_memory=True))
+        with errors("torch.empty"):
+            made = self._torch.empty(max(nbytes, 1), dtype=self._torch.uint8, pin_memory=True)
+        return self._hold(made)
 
     def unpin(self, ptr: int) -> None:
         self.free(ptr)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         on = self._streams[stream]
-        with self._xpu.stream(on):
+        with errors("Tensor.copy_"), self._xpu.stream(on):
             self._bytes(to, nbytes, on.device).copy_(
                 self._bytes(source, nbytes, on.device), non_blocking=True
             )
@@ -144,7 +143,3 @@ class TorchRuntime(SyclRuntime):
         torch = self._torch
         storage = torch._C._construct_storage_from_data_pointer(ptr, device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,))
-
-    def device_of(self, ptr: int) -> int:
-        held = self._memory.get(ptr)
-        return held.get_device() if held is not None else max(0, self.current_device())
