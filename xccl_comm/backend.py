@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, cast
 
@@ -12,18 +13,20 @@ from unicoll.arrays import devices
 from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import Device, DType, Reduction
-from unicoll.backend import Call, Caps
+from unicoll.backend import Call, Caps, Context
 from unicoll.backend.fallbacks import flat_of
 from unicoll.device_collectives.backend import NATIVE_OPERATIONS, DeviceBackend
 from unicoll.device_collectives.group_resources import GroupResources
 from unicoll.device_collectives.in_flight import PendingWork
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.device_collectives.stream_completion import StreamCompletion
-from xccl_comm.host_runtime import HostRuntime
+from xccl_comm.host_runtime import HostRuntime, HostStream
 from xccl_comm.library import locate
 from xccl_comm.library.host_calls import HostOneCCL
 
 _HOST = Device("cpu", 0)
+_CHECK_S = 0.1
+"""How often a thread that waits for oneCCL looks whether the group has failed."""
 
 
 def _reduces(dtype: DType, reduction: Reduction) -> bool:
@@ -49,6 +52,10 @@ class XCCLBackend(DeviceBackend):
     def load_runtime(cls) -> DeviceRuntime:
         return devices.runtime("xpu")
 
+    def __init__(self, context: Context, parent: DeviceBackend | None = None, connect: bool = True) -> None:
+        self._issuing: HostStream | None = None
+        super().__init__(context, parent, connect)
+
     def run(self, call: Call) -> PendingWork | None:
         arrays = call.inputs or call.outputs
         # on a queue that is not in order a kernel would not wait for the events before it
@@ -57,6 +64,32 @@ class XCCLBackend(DeviceBackend):
             made.wait(None)
             return made.work
         return super().run(call)
+
+    def _issue(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> None:
+        """On a thread of the group: a call of oneCCL may wait for a rank that is gone, and nothing ends it."""
+        if self._issuing is None:
+            self._issuing = HostStream(f"unicoll-xccl-{self.context.name}")
+        issue = super()._issue
+        issued: Future[None] = Future()
+
+        def run() -> bool:
+            try:
+                self.runtime.set_device(resources.device)
+                issue(calls, resources, stream)
+                issued.set_result(None)
+            except BaseException as e:  # raised on the waiting thread
+                issued.set_exception(e)
+            return True
+
+        self._issuing.put(run)
+        while not wait((issued,), _CHECK_S).done:
+            self._state.check()  # the watchdog sets the error at the deadline
+        issued.result()
+
+    def close(self) -> None:
+        super().close()
+        if self._issuing is not None:
+            self._issuing.close()
 
 
 class HostXCCLBackend(DeviceBackend):

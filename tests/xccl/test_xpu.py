@@ -13,9 +13,12 @@ import pytest
 import unicoll as dist
 from tests.simulated_nccl import arrays
 from tests.simulated_nccl.oneccl import SimulatedXpu
-from tests.simulated_nccl.ranks import run, simulation
+from tests.simulated_nccl.ranks import SimulatedJob, run, simulation
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
+from tests.support.outcomes import CallOutcome, outcome_of, values_of
+from tests.support.ranks import joined
+from tests.support.worker import end
 
 on_xpus = partial(run, xpu=True, policy="newest")
 
@@ -103,3 +106,29 @@ def test_what_oneccl_lacks_is_refused_by_its_name() -> None:
         world().put(x, 1 - dist.get_rank(), x)
     with pytest.raises(dist.BackendUnavailableError, match="windows need the backend nccl"):
         world().symmetric_empty(4)
+
+
+def wait_for_a_missing_rank(connected: bool) -> CallOutcome:
+    """Rank 1 makes no second call; with ``connected`` the ranks have connected in a first one."""
+
+    def call() -> None:
+        work = dist.all_reduce(arrays.full(4, 1.0), async_op=True, timeout=1.0)
+        assert work is not None
+        work.synchronize()
+
+    if connected:
+        dist.all_reduce(arrays.full(4, 1.0))
+    return outcome_of(call if dist.get_rank() == 0 else lambda: None)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_missing_rank_is_named_at_the_deadline_and_the_process_exits(connected: bool) -> None:
+    """If the ranks have not connected a thread is in oneCCL, else the operation is on the queue. Nothing ends them."""
+    start = partial(SimulatedJob, xpu=True, backend="cpu:gloo,xpu:xccl", bound=True, quiet=False)
+    with joined(2, start) as job:
+        job.call(wait_for_a_missing_rank, connected)
+        (failure, _), _ = values_of(job, [0, 1])
+        assert failure.type == "OperationTimeoutError", failure.traceback
+        assert "missing: rank 1" in failure.message
+        job.call(end)
+        assert job.wait_for_exit(60) == [0, 0]

@@ -19,7 +19,10 @@ SCRATCH_BYTES = 512
 _OPTIONS_CACHED = 64
 """Different options of calls for which a group keeps the library's structures."""
 _device_locks: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
-"""By device. NCCL forbids two threads to issue operations on one device at once, whatever their communicators."""
+"""By device. NCCL forbids two threads to issue operations on one device at once, whatever their communicators.
+
+A group whose library cannot abort has a lock of its own: a call that waits for a rank that is gone keeps it.
+"""
 
 
 class GroupResources:
@@ -48,7 +51,7 @@ class GroupResources:
         self.comm = comm
         self.device = device
         self.least_capability = min(comm.origin.capabilities[rank] for rank in comm.context.ranks)
-        self.device_lock = _device_locks[device]
+        self.device_lock = _device_locks[device] if comm.library.has("comm_abort") else threading.RLock()
         self.stream = runtime.create_stream(device, high_priority=high_priority)
         comm.scratch = runtime.allocate(device, SCRATCH_BYTES)
         self.streams = StreamOrder(runtime, device)
