@@ -178,7 +178,7 @@ def _from_usm_interface(array: Any) -> Buffer:
         def unpack() -> None:
             array[...] = packed
 
-    pointer, read_only = packed.__sycl_usm_array_interface__["data"]
+    pointer, read_only = packed.__sycl_usm_array_interface__["data"][0], found["data"][1]
     offset = packed.__sycl_usm_array_interface__.get("offset", 0)
     queue = found["syclobj"]
     if not hasattr(queue, "sycl_device"):  # a context, or the name of a device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -19,13 +19,16 @@ VARIABLE = "UNICOLL_XCCL_LIBRARY"
 _GPU, _CPU = "ONECCL_LEGACY", "ONECCL_LEGACY_CPU"
 """oneCCL's plug-ins, as ``CCL_PLUGIN`` names them; a process has one of them."""
 _CPU_FILE = "libccl_legacy_cpu.so"
-_NEEDED = ("libfabric.so.1", "ccl/cpu/lib/libccl.so.1", "libccl.so.1")
+_NEEDED_BY_GPU = ("libfabric.so.1", "libccl.so.1")
+_NEEDED_BY_CPU = ("libfabric.so.1", "ccl/cpu/lib/libccl.so.1", "libccl.so.1")
 """What a plug-in loads by name. The wheels' folder is not on the linker's path, so it is loaded by path first."""
 
 
 def serves_xpu() -> bool:
-    """True if oneCCL serves XPU arrays in this process, else it serves host memory: unless the user has chosen by
-    ``CCL_PLUGIN``, it serves XPUs where there are any."""
+    """True if oneCCL serves XPU arrays in this process, False if it serves host memory.
+
+    It serves XPUs where there are any, unless ``CCL_PLUGIN`` says otherwise.
+    """
     if LOCATOR.found is not None:
         return cast(OneCCL, LOCATOR.found).device_type == "xpu"
     chosen = os.environ.get("CCL_PLUGIN")
@@ -45,17 +48,14 @@ def _bind_for_xpu(library: Any, path: str) -> CollectiveLibrary | str:
     reason = devices.reason_against("xpu")
     if reason is not None:
         return f"CCL_PLUGIN is {os.environ['CCL_PLUGIN']!r}: {reason}"
-    for name in _NEEDED:
-        if name != _NEEDED[1]:  # the build for the CPU
-            _load(Path(path).parent / name)
+    _load(Path(path).parent, _NEEDED_BY_GPU)
     return cast(CollectiveLibrary, XpuOneCCL(library, path, devices.runtime("xpu")))
 
 
 def _bind_for_host(library: Any, path: str) -> CollectiveLibrary | str:
     folder = Path(path).parent
     had_sycl = _maps_sycl()
-    for name in _NEEDED:
-        _load(folder / name)
+    _load(folder, _NEEDED_BY_CPU)
     try:
         ctypes.CDLL(str(folder / _CPU_FILE))
     except OSError as e:
@@ -66,9 +66,10 @@ def _bind_for_host(library: Any, path: str) -> CollectiveLibrary | str:
     return cast(CollectiveLibrary, HostOneCCL(library, path))
 
 
-def _load(path: Path) -> None:
-    with suppress(OSError):  # then the linker's path has it, or the plug-in cannot be loaded
-        ctypes.CDLL(str(path))
+def _load(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(OSError):  # then the linker's path has it, or the plug-in cannot be loaded
+            ctypes.CDLL(str(folder / name))
 
 
 def _maps_sycl() -> bool:

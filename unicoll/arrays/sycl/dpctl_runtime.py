@@ -44,14 +44,16 @@ class _Thread(threading.local):
     device = -1
 
 
-class _ForkedChild(dict[int, Any]):
-    """Replaces the queues in a forked child, where SYCL cannot be used and may hang."""
+class _ForkedChild:
+    """Replaces dpctl and the queues in a forked child, where SYCL cannot be used and may hang."""
 
-    def __missing__(self, key: int) -> NoReturn:
+    def __getattr__(self, name: str) -> NoReturn:
         raise DeviceError(
             "SYCL cannot be used in this process, which was forked after its parent had used it: start processes with"
             " unicoll.spawn, unicoll.run or multiprocessing's 'spawn' method"
         )
+
+    __getitem__ = __getattr__
 
 
 class DpctlRuntime(SyclRuntime):
@@ -63,23 +65,23 @@ class DpctlRuntime(SyclRuntime):
     frees_in_order = False  # dpctl waits for its own operations only
 
     def __init__(self, dpctl: Any) -> None:
-        self._dpctl = dpctl
-        self._usm = import_module("dpctl.memory")
+        self._dpctl: Any = dpctl
+        self._usm: Any = import_module("dpctl.memory")
         self._numbered = found = dpctl.get_devices()
         self._gpus = [d for d in found if d.is_gpu and d.backend == dpctl.backend_type.level_zero]
         self._devices = self._gpus + [d for d in found if d not in self._gpus]
         self._thread = _Thread()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._queues: dict[int, Any] = {}  # by handle
-        self._handles: dict[Any, int] = {}  # by queue; different objects for a queue are equal
+        self._queues: Any = {}  # by handle
+        self._handles: Any = {}  # by queue; different objects for a queue are equal
         self._events: dict[int, _Event] = {}
         self._memory: dict[int, Any] = {}
         self._marks: dict[int, Any] = {}
         fork_safety.in_child(self._disable)
 
     def _disable(self) -> None:
-        self._queues, self._handles = _ForkedChild(), {}
+        self._dpctl = self._usm = self._queues = self._handles = _ForkedChild()
 
     @property
     def description(self) -> str:

@@ -55,9 +55,8 @@ class TorchRuntime(SyclRuntime):
 
     def current_stream(self, device: int) -> int:
         """Handle of torch's current stream on a device, for the calling thread."""
-        handle = (
-            self._raw_stream(device) if self._raw_stream is not None else 0
-        )  # faster than the public function
+        # the private function is faster than the public one
+        handle = self._raw_stream(device) if self._raw_stream is not None else 0
         return handle if handle in self._streams else self._keep(self._xpu.current_stream(device))
 
     def _keep(self, stream: Any) -> int:
@@ -110,9 +109,8 @@ class TorchRuntime(SyclRuntime):
     def allocate(self, device: int, nbytes: int) -> int:
         with errors("torch.empty"):
             made = self._torch.empty(max(nbytes, 1), dtype=self._torch.uint8, device=f"xpu:{device}")
-            self._xpu.current_stream(
-                device
-            ).synchronize()  # kernels of its last use may still be on the stream
+            # kernels that used the memory before may still be on the stream
+            self._xpu.current_stream(device).synchronize()
         return self._hold(made)
 
     def _hold(self, tensor: Any) -> int:
