@@ -136,7 +136,7 @@ def _within_host(own: Fact, peer: Fact, cuda: DeviceRuntime, environ: Mapping[st
         return f"P2P where the devices allow it, else {shared or 'network'}"
     direct, atomic = reach
     if direct and atomic:
-        return "P2P (NVLink)"
+        return f"P2P ({'xGMI' if cuda.name == 'HIP' else 'NVLink'})"
     return "P2P (PCIe)" if direct and level not in ("NVL", "1") else shared
 
 

@@ -1,4 +1,7 @@
-"""libnccl: that of the process (torch's, CuPy's), the wheel ``nvidia-nccl-cu12`` or ``-cu13``, the system's."""
+"""libnccl: that of the process (torch's, CuPy's), the wheel ``nvidia-nccl-cu12`` or ``-cu13``, the system's.
+
+On AMD's devices librccl, which has the same functions: that of the process, torch's or the system's.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from nccl_comm.library.bindings import Bindings
+from nccl_comm.library.rccl import RcclBindings
 from nccl_comm.library.structs import version_text
+from unicoll.arrays import devices
+from unicoll.arrays.cuda import hip_driver
+from unicoll.arrays.shared_library import SharedLibrary
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.device_collectives.locate import LibraryLocator
 
@@ -16,8 +23,8 @@ VARIABLE = "UNICOLL_NCCL_LIBRARY"
 OLDEST = 21800
 
 
-def _bind(library: Any, path: str) -> CollectiveLibrary | str:
-    found = Bindings(library, path)
+def _bind(library: Any, path: str, bindings: type[Bindings] = Bindings) -> CollectiveLibrary | str:
+    found = bindings(library, path)
     if found.version < OLDEST:
         return f"{found!r} is too old: {version_text(OLDEST)} or newer is needed"
     # mypy does not see the functions that are bound by name; tests check them against the interface.
@@ -32,12 +39,40 @@ def _wheel_folders() -> Iterator[Path]:
 
 
 LOCATOR = LibraryLocator(
-    "libnccl.so.2",
-    "/libnccl.so",
-    "ncclGetVersion",
+    SharedLibrary(["libnccl.so.2"], "/libnccl.so", "ncclGetVersion", _wheel_folders),
     VARIABLE,
     _bind,
-    _wheel_folders,
     f"pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, or set {VARIABLE} to its path",
 )
-find, nccl, install = LOCATOR.find, LOCATOR.get, LOCATOR.use
+RCCL_LOCATOR = LibraryLocator(
+    SharedLibrary(
+        ["librccl.so.1", "librccl.so"], "/librccl.so", "ncclGetVersion", hip_driver.library_folders
+    ),
+    VARIABLE,
+    lambda library, path: _bind(library, path, RcclBindings),
+    f"install RCCL or a torch for ROCm, or set {VARIABLE} to its path",
+)
+
+
+def _locator() -> LibraryLocator:
+    on_amd = devices.reason_against("cuda") is None and devices.runtime("cuda").name == "HIP"
+    return RCCL_LOCATOR if on_amd else LOCATOR
+
+
+def find() -> CollectiveLibrary | str:
+    """The library of this process, loaded at the first call; or the reason why there is none."""
+    return _locator().find()
+
+
+def nccl() -> CollectiveLibrary:
+    """The library of this process.
+
+    Raises:
+        BackendUnavailableError: there is none; the message gives the reason.
+    """
+    return _locator().get()
+
+
+def install(implementation: CollectiveLibrary | None) -> None:
+    """Use another implementation in this process; None searches for the library again at the next call."""
+    _locator().use(implementation)

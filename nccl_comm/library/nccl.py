@@ -116,7 +116,7 @@ class NcclFacts:
         return SYMBOLS[method]
 
     def needed(self, method: str) -> str:
-        return f"NCCL {_NEEDED[method]}; this is {self.version_text}"
+        return f"{self.name} {_NEEDED[method]}; this is {self.version_text}"
 
     def reduction(
         self, dtype: DType, reduction: Reduction, capability: tuple[int, int] | None = None

@@ -92,3 +92,16 @@ class TestWithOptions(_Simulated):
     sample = 5
     turn = 3
     settings = {"using": (("max_ctas", 4), ("algorithm", "ring"), ("force_algorithm", False))}
+
+
+@pytest.mark.every(6)
+class TestOnAMD(_Simulated):
+    """RCCL, which does not reduce float8, with HIP's devices."""
+
+    version = 22105
+    sample = 5
+    turn = 4
+    settings = {"kind": "hip", "policy": "random", "seed": sample_seed()}
+
+    def reduces(self, dtype: str, reduction: str) -> bool:
+        return not dtype.startswith("float8") and super().reduces(dtype, reduction)

@@ -20,15 +20,18 @@ import pytest
 from nccl_comm.library import errors, locate, structs
 from nccl_comm.library.bindings import SIGNATURES, WITH_CONFIG, Bindings
 from nccl_comm.library.errors import IN_PROGRESS
-from nccl_comm.library.locate import LOCATOR
+from nccl_comm.library.locate import LOCATOR, RCCL_LOCATOR
 from nccl_comm.library.nccl import DIRECT, SYMBOLS
+from nccl_comm.library.rccl import RcclBindings
 from tests.simulated_nccl.cuda import Simulation
+from tests.simulated_nccl.rccl import SimulatedHip
 from tests.support.programs import python
 from tests.unit.c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
 from tests.unit.declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
 from unicoll import errors as tree
 from unicoll.arrays import devices
 from unicoll.arrays.device_runtime import DeviceError
+from unicoll.arrays.types import BY_NAME, Reduction
 from unicoll.backend.options import CallOptions
 from unicoll.bootstrap import environment_report
 from unicoll.device_collectives import bindings as common
@@ -471,7 +474,7 @@ class TestFinding:
         self, named: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A path that was named is the only one tried; without a name the package to install is named."""
-        monkeypatch.setattr(LOCATOR, "candidates", lambda: iter(["libnccl-that-is-not-here.so.2"]))
+        monkeypatch.setattr(LOCATOR.file, "candidates", lambda: iter(["libnccl-that-is-not-here.so.2"]))
         if named:
             monkeypatch.undo()
             monkeypatch.setenv(locate.VARIABLE, named)
@@ -485,12 +488,34 @@ class TestFinding:
     def test_versions_before_2_18_are_refused(
         self, version: int, taken: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(LOCATOR, "candidates", lambda: iter(["/stand-in/libnccl.so.2"]))
+        devices.reason_against("cuda")  # loads the driver before ctypes.CDLL is replaced
+        monkeypatch.setattr(LOCATOR.file, "candidates", lambda: iter(["/stand-in/libnccl.so.2"]))
         monkeypatch.setattr(common_locate.ctypes, "CDLL", lambda path: stand_in(version))
         found = locate.find()
         assert isinstance(found, str) is not taken
         if isinstance(found, str):
             assert "NCCL 2.17.3 (/stand-in/libnccl.so.2) is too old: 2.18.0 or newer" in found
+
+    def test_rccl_is_the_library_of_amds_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has NCCL's functions and versions; its 8-bit types have the format of the device."""
+        simulation = Simulation(runtime=SimulatedHip)
+        devices.install("cuda", simulation.cuda)
+        try:
+            monkeypatch.setattr(RCCL_LOCATOR.file, "candidates", lambda: iter(["/stand-in/librccl.so.1"]))
+            monkeypatch.setattr(common_locate.ctypes, "CDLL", lambda path: stand_in(22105))
+            found: Any = locate.nccl()
+            assert isinstance(found, RcclBindings)
+            assert interface.describe(found) == "RCCL 2.21.5 (/stand-in/librccl.so.1)"
+            assert found.needed("put_signal") == "RCCL 2.29; this is 2.21.5"
+            assert found.reduction(BY_NAME["float32"], Reduction.SUM) is not None
+            assert found.reduction(BY_NAME["float8_e4m3fn"], Reduction.SUM) is None
+            locate.install(None)
+            monkeypatch.setattr(common_locate.ctypes, "CDLL", lambda path: stand_in(21703))
+            assert "RCCL 2.17.3 (/stand-in/librccl.so.1) is too old: 2.18.0" in str(locate.find())
+        finally:
+            locate.install(None)
+            devices.install("cuda", None)
+            simulation.close()
 
     def test_the_search_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         looks: list[int] = []
@@ -508,15 +533,16 @@ class TestFinding:
         wheel = tmp_path / "nccl" / "lib" / "libnccl.so.2"
         wheel.parent.mkdir(parents=True)
         wheel.touch()
-        monkeypatch.setattr(LOCATOR, "folders", lambda: [wheel.parent])
-        monkeypatch.setattr(LOCATOR, "mapped", list)  # an earlier test may have mapped one
-        assert next(LOCATOR.candidates()) == str(wheel)
+        file = LOCATOR.file
+        monkeypatch.setattr(file, "folders", lambda: [wheel.parent])
+        monkeypatch.setattr(file, "mapped", list)  # an earlier test may have mapped one
+        assert next(file.candidates()) == str(wheel)
         mapped = ["/torch/lib/libnccl.so.2", "/preloaded/libnccl.so.2"]
-        monkeypatch.setattr(LOCATOR, "mapped", lambda: mapped)
-        monkeypatch.setattr(LOCATOR, "loaded_from", lambda library: None)
-        assert list(LOCATOR.candidates()) == ["/torch/lib/libnccl.so.2"]
-        monkeypatch.setattr(LOCATOR, "loaded_from", lambda library: "/preloaded/libnccl.so.2")
-        assert list(LOCATOR.candidates()) == ["/preloaded/libnccl.so.2"]
+        monkeypatch.setattr(file, "mapped", lambda: mapped)
+        monkeypatch.setattr(file, "loaded_from", lambda library: None)
+        assert list(file.candidates()) == ["/torch/lib/libnccl.so.2"]
+        monkeypatch.setattr(file, "loaded_from", lambda library: "/preloaded/libnccl.so.2")
+        assert list(file.candidates()) == ["/preloaded/libnccl.so.2"]
 
     def test_mapped_libraries_are_read_from_proc(self, monkeypatch: pytest.MonkeyPatch) -> None:
         maps = (
@@ -526,7 +552,7 @@ class TestFinding:
             "7f03-7f04 r-xp 00000000 08:01 3   /opt/libnccl-net.so\n"
         )
         monkeypatch.setattr(Path, "read_text", lambda *_, **__: maps)
-        assert LOCATOR.mapped() == ["/opt/a b/libnccl.so.2.27.5"]
+        assert LOCATOR.file.mapped() == ["/opt/a b/libnccl.so.2.27.5"]
 
 
 # --- the real header and library --------------------------------------------------------------------------------

@@ -78,6 +78,13 @@ def test_transports_within_a_host_follow_from_the_drivers_answers(
     )
 
 
+def test_amds_devices_are_linked_by_xgmi(
+    simulation: Simulation, said: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(simulation.cuda), "name", "HIP")
+    assert said(("here", 1)) == "expected transports: 1 peer by P2P (xGMI)"
+
+
 @pytest.mark.parametrize(
     ("environ", "nvlink", "pcie"),
     [

@@ -1,4 +1,5 @@
-"""Ranks with a simulated GPU each: processes with a simulated CUDA device and NCCL, or with an XPU and oneCCL.
+"""Ranks with a simulated GPU each: processes with a simulated CUDA device and NCCL, an AMD device and RCCL, or an XPU
+and oneCCL.
 
     with SimulatedJob(2, policy="newest") as job: ...
     pools(partial(SimulatedJob, policy="random", seed=3))
@@ -21,6 +22,7 @@ from tests.simulated_nccl import (
 from tests.simulated_nccl.cuda import SimulatedCuda, Simulation
 from tests.simulated_nccl.nccl import SimulatedNccl
 from tests.simulated_nccl.oneccl import SimulatedOneCCL, SimulatedXpu
+from tests.simulated_nccl.rccl import SimulatedHip, SimulatedRccl
 from tests.support import worker
 from tests.support.ranks import ProcessJob, joined
 from unicoll.arrays import devices
@@ -45,7 +47,7 @@ class Settings:
         backend: backend of the default group.
         using: options of the conformance suite's calls, as (name, value) pairs.
         bound: whether the ranks pass their device as ``device_id`` when they join.
-        xpu: whether the devices are XPUs, and the library is oneCCL.
+        kind: of the devices and their library: "cuda" (NCCL), "hip" (RCCL) or "xpu" (oneCCL).
     """
 
     policy: str = "oldest"
@@ -59,9 +61,14 @@ class Settings:
     backend: str | None = "cpu:gloo,cuda:nccl"
     using: tuple[tuple[str, Any], ...] = ()
     bound: bool = False
-    xpu: bool = False
+    kind: str = "cuda"
 
 
+_KINDS: dict[str, tuple[type[SimulatedCuda], type[SimulatedNccl]]] = {
+    "cuda": (SimulatedCuda, SimulatedNccl),
+    "hip": (SimulatedHip, SimulatedRccl),
+    "xpu": (SimulatedXpu, SimulatedOneCCL),
+}
 _installed: tuple[Simulation, SimulatedNccl] | None = None
 _kept: list[arrays.Stream] = []
 _own: list[str] = []
@@ -93,13 +100,13 @@ def install(settings: Settings, rank: int, size: int) -> None:
     count = size if settings.devices == "own" else 1
     name = str(rank) if settings.devices == "one" else "0"
     capability = settings.capabilities[rank] if settings.capabilities else (9, 0)
-    runtime = SimulatedXpu if settings.xpu else SimulatedCuda
+    runtime, library_class = _KINDS[settings.kind]
     made = Simulation(
         count, name, settings.policy, settings.seed + rank, settings.patience, capability, runtime
     )
     if settings.devices == "own":
         made.cuda.set_device(rank)
-    library = (SimulatedOneCCL if settings.xpu else SimulatedNccl)(made, settings.version, settings.prompt)
+    library = library_class(made, settings.version, settings.prompt)
     devices.install(made.cuda.device_type, made.cuda)
     _locate(made).install(library)
     arrays.use(made)

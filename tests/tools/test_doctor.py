@@ -231,6 +231,28 @@ def test_a_torch_for_gpus_and_its_nccl(modules: Path) -> None:
     assert sections["cupy"]["lines"] == ["13.6.0, CUDA 12.8", "RuntimeError: cudaErrorInsufficientDriver"]
 
 
+def test_rocm_is_named(modules: Path) -> None:
+    (modules / "torch.py").write_text(
+        "__version__ = '2.99.0+rocm6.4'\n"
+        "class version: cuda, hip = None, '6.4.43482'\n"
+        "class cuda:\n"
+        "    device_count = staticmethod(lambda: 2)\n"
+        "    class nccl: version = staticmethod(lambda: (2, 22, 3))\n"
+        "class distributed: is_nccl_available = staticmethod(lambda: True)\n"
+    )
+    (modules / "cupy.py").write_text(
+        "__version__ = '14.0.0'\n"
+        "class cuda:\n"
+        "    class runtime:\n"
+        "        is_hip = True\n"
+        "        runtimeGetVersion = staticmethod(lambda: 60443482)\n"
+        "        getDeviceCount = staticmethod(lambda: 2)\n"
+    )
+    sections = found(doctor(modules, "--json"))["sections"]
+    assert sections["torch"]["lines"] == ["2.99.0+rocm6.4, built for ROCm 6.4.43482, 2 devices, NCCL 2.22.3"]
+    assert sections["cupy"]["lines"] == ["14.0.0, ROCm 6.4, 2 devices"]
+
+
 # --- hints --------------------------------------------------------------------------------------------------------
 
 

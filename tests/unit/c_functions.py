@@ -16,7 +16,17 @@ from typing import Any
 
 POINTER, WORD, INT, UNSIGNED, BY_VALUE = "pointer", "word", "int", "unsigned", "by value"
 
-_HANDLES = {"ncclComm_t", "ncclWindow_t", "cudaStream_t", "CUcontext", "CUstream", "CUevent"}
+_HANDLES = {
+    "ncclComm_t",
+    "ncclWindow_t",
+    "cudaStream_t",
+    "CUcontext",
+    "CUstream",
+    "CUevent",
+    "hipStream_t",
+    "hipEvent_t",
+    "hipDeviceptr_t",
+}
 _WORDS = {"size_t", "CUdeviceptr"}
 _INTS = {
     "int",
@@ -29,9 +39,16 @@ _INTS = {
     "CUdevice_attribute",
     "CUdevice_P2PAttribute",
     "CUpointer_attribute",
+    "hipError_t",
+    "hipDevice_t",
+    "hipDeviceAttribute_t",
+    "hipDeviceP2PAttr",
+    "hipMemcpyKind",
 }
 _CTYPES: dict[str, Any] = {POINTER: c_void_p, WORD: c_uint64, INT: c_int, UNSIGNED: c_uint}
-_DECLARATION = re.compile(r"(?<![\w(])([A-Za-z_][\w ]*?[\w*] *\*?) *\b((?:nccl|cu)[A-Z]\w*) *\(([^()]*)\) *;")
+_DECLARATION = re.compile(
+    r"(?<![\w(])([A-Za-z_][\w ]*?[\w*] *\*?) *\b((?:nccl|cu|hip)[A-Z]\w*) *\(([^()]*)\) *;"
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +90,7 @@ def kind(c_type: str) -> str:
         return WORD
     if c_type in _INTS:
         return INT
-    if c_type == "unsigned int":
+    if c_type in ("unsigned int", "unsigned"):
         return UNSIGNED
     assert c_type == "ncclUniqueId", f"{c_type!r} is not known to these tests"
     return BY_VALUE

@@ -17,13 +17,16 @@ import pytest
 from tests.support.forks import in_fork
 from tests.unit.c_functions import StandIn, alike, header, parse, put, putting
 from tests.unit.declarations import CUDA
-from unicoll.arrays import cuda_driver, devices
-from unicoll.arrays.cuda_driver import SIGNATURES, CudaDriver
+from unicoll.arrays import devices
+from unicoll.arrays.cuda import cuda_driver, load
+from unicoll.arrays.cuda import driver as common_driver
+from unicoll.arrays.cuda.cuda_driver import ARGUMENTS, SYMBOLS, CudaDriver
 from unicoll.arrays.device_runtime import DeviceError, DeviceFacts, DeviceRuntime, await_event, on_device
 from unicoll.bootstrap import environment_report
 from unicoll.errors import BackendUnavailableError
 
 DECLARED = parse(CUDA)
+SIGNATURES = {SYMBOLS[name]: arguments for name, arguments in ARGUMENTS.items()}
 CONTEXTS = {0: 0x5555_0000_0000, 1: 0x5555_0001_0000}
 STREAM, EVENT = 0x5556_0000_0000, 0x5557_0000_0000
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE, INVALID_CONTEXT, NOT_READY = 1, 2, 3, 100, 201, 600
@@ -299,7 +302,6 @@ RESULTS = [
     (lambda d: d.capturing(STREAM), "cuStreamIsCapturing", (1, 1, c_int), True, (STREAM,)),
     (lambda d: d.capturing(STREAM), "cuStreamIsCapturing", (1, 2, c_int), True, (STREAM,)),
     (lambda d: d.pin(3 << 33), "cuMemHostAlloc", (0, MEMORY, c_void_p), MEMORY, (3 << 33, 1)),
-    (lambda d: d.allocation(99), "cuMemGetAddressRange_v2", (0, MEMORY, c_uint64), MEMORY, (0, 99)),
     (lambda d: d.create_event(1), "cuEventCreate", (0, EVENT, c_void_p), EVENT, (2,)),  # without timing
     (lambda d: d.create_event(1, timing=True), "cuEventCreate", (0, EVENT, c_void_p), EVENT, (0,)),
 ]
@@ -314,6 +316,12 @@ def test_results_written_to_an_address(driver: CudaDriver, machine: Machine) -> 
         del given[answer[0]]
         assert tuple(given) == arguments
         assert driver.current_device() == -1  # which creating an object restores
+
+
+def test_the_start_of_an_allocation(driver: CudaDriver, machine: Machine) -> None:
+    machine.answers["cuMemGetAddressRange_v2"] = putting(0, MEMORY, c_uint64)
+    assert driver.allocation(MEMORY + 99) == MEMORY
+    assert machine.last("cuMemGetAddressRange_v2")[2] == MEMORY + 99
 
 
 @pytest.mark.parametrize(
@@ -442,14 +450,14 @@ def _own_runtime() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_own_runtime")
 def test_the_driver_is_the_default(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "load", lambda: "no driver today")
+    monkeypatch.setattr(load, "load", lambda: "no driver today")
     assert devices.reason_against("cuda") == "no driver today"
     with pytest.raises(BackendUnavailableError, match="no driver today"):
         devices.runtime("cuda")
     devices.install("cuda", None)
     monkeypatch.undo()
     loaded = _load_with(machine, monkeypatch)
-    monkeypatch.setattr(cuda_driver, "load", lambda: loaded)
+    monkeypatch.setattr(load, "load", lambda: loaded)
     assert devices.reason_against("cuda") is None
     assert devices.runtime("cuda") is loaded
 
@@ -510,9 +518,9 @@ def test_a_forked_child_gets_an_error_and_does_not_hang(driver: CudaDriver, mach
 
 
 def test_deleted_drivers_are_not_kept_for_forks(machine: Machine) -> None:
-    before = len(cuda_driver._drivers)
+    before = len(common_driver._drivers)
     made = CudaDriver(machine, "libcuda.so.1")
-    assert len(cuda_driver._drivers) == before + 1
+    assert len(common_driver._drivers) == before + 1
     del made
     gc.collect()
-    assert len(cuda_driver._drivers) == before
+    assert len(common_driver._drivers) == before

@@ -46,6 +46,14 @@ def test_a_cuda_array_is_read_from_its_capsule(dtype: str, old: bool) -> None:
     assert buffer.writable
 
 
+def test_an_amd_array_is_a_cuda_array_ordered_by_stream_0() -> None:
+    """DLPack's type of ROCm devices, which has no stream 1."""
+    producer = Producer(np.zeros(3), (10, 1))
+    buffer = as_buffer(producer)
+    assert (str(buffer.device), buffer.stream) == ("cuda:1", 0)
+    assert producer.streams == [0]
+
+
 @pytest.mark.parametrize(("device", "old"), [((2, 0), False), ((1, 0), True)])
 def test_memory_is_kept_alive_by_the_buffer(device: tuple[int, int], old: bool) -> None:
     class Array(np.ndarray[Any, Any]):

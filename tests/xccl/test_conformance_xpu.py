@@ -15,7 +15,7 @@ class TestSimulatedXPU(_Simulated):
     sample = 10
     sizes = barrier_sizes = (2, 4)
     settings: dict[str, Any] = {
-        "xpu": True,
+        "kind": "xpu",
         "backend": "cpu:gloo,xpu:xccl",
         "policy": "random",
         "seed": sample_seed(),

@@ -20,7 +20,7 @@ from tests.support.outcomes import CallOutcome, outcome_of, values_of
 from tests.support.ranks import joined
 from tests.support.worker import end
 
-on_xpus = partial(run, xpu=True, policy="newest")
+on_xpus = partial(run, kind="xpu", policy="newest")
 
 
 def world() -> Any:
@@ -124,7 +124,7 @@ def wait_for_a_missing_rank(connected: bool) -> CallOutcome:
 @pytest.mark.parametrize("connected", [True, False])
 def test_a_missing_rank_is_named_at_the_deadline_and_the_process_exits(connected: bool) -> None:
     """If the ranks have not connected a thread is in oneCCL, else the operation is on the queue. Nothing ends them."""
-    start = partial(SimulatedJob, xpu=True, backend="cpu:gloo,xpu:xccl", bound=True, quiet=False)
+    start = partial(SimulatedJob, kind="xpu", backend="cpu:gloo,xpu:xccl", bound=True, quiet=False)
     with joined(2, start) as job:
         job.call(wait_for_a_missing_rank, connected)
         (failure, _), _ = values_of(job, [0, 1])

@@ -134,6 +134,8 @@ def _from_dlpack(array: Any) -> Buffer:
         return buffer
     if kind in dlpack.CUDA_DEVICES:
         device, memory = Device("cuda", index), dlpack.import_device(array, LEGACY_STREAM, 0)
+    elif kind == dlpack.ROCM_DEVICE:
+        device, memory = Device("cuda", index), dlpack.import_device(array, 0, 0)
     elif kind == dlpack.ONEAPI_DEVICE:
         queue = _sycl().default_queue(index)
         index, stream = _sycl().place_of(queue)

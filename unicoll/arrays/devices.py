@@ -1,9 +1,9 @@
 """The device runtimes of this process, by the type of their devices: ``"cuda"`` and ``"xpu"``.
 
 An array's :class:`unicoll.arrays.buffer.Buffer` has the current stream of its library (CuPy, torch, dpctl). All other
-device calls of a backend go through one :class:`~unicoll.arrays.device_runtime.DeviceRuntime`: the CUDA driver's
-(:mod:`unicoll.arrays.cuda_driver`), which needs neither CuPy nor torch, or that of SYCL (:mod:`unicoll.arrays.sycl`).
-Tests replace them by simulated devices with :func:`install`.
+device calls of a backend go through one :class:`~unicoll.arrays.device_runtime.DeviceRuntime`: that of the CUDA driver
+or of HIP (:mod:`unicoll.arrays.cuda`), which need neither CuPy nor torch, or that of SYCL
+(:mod:`unicoll.arrays.sycl`). Tests replace them by simulated devices with :func:`install`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.errors import BackendUnavailableError
 
-_MODULES = {"cuda": "unicoll.arrays.cuda_driver", "xpu": "unicoll.arrays.sycl.load"}
+_MODULES = {"cuda": "unicoll.arrays.cuda.load", "xpu": "unicoll.arrays.sycl.load"}
 """The module of a device type's runtime; needed by programs with such arrays only."""
 DEVICE_TYPES = tuple(_MODULES)
 """The device types that have a runtime."""

@@ -19,6 +19,8 @@ from unicoll.errors import DistArgumentError, DistTypeError
 CPU_DEVICE = 1
 CUDA_DEVICES = (2, 13)
 """kDLCUDA and kDLCUDAManaged."""
+ROCM_DEVICE = 10
+"""kDLROCM: an AMD device, ``cuda`` here as in CuPy and torch."""
 ONEAPI_DEVICE = 14
 """kDLOneAPI: a SYCL device."""
 _READ_ONLY = 1
@@ -158,7 +160,7 @@ def import_device(array: Any, stream: Any, handle: int) -> DLPackMemory:
 
     Args:
         stream: for the producer, which orders the memory for it: on CUDA a stream (1 is the legacy default stream), on
-            a SYCL device a ``dpctl.SyclQueue``.
+            an AMD device 0 for the default stream, on a SYCL device a ``dpctl.SyclQueue``.
         handle: the stream's handle here.
 
     Raises:

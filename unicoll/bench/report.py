@@ -65,7 +65,7 @@ def machine() -> dict[str, Any]:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         found["gpu"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["cuda"] = torch.version.cuda
+        found["hip" if torch.version.hip else "cuda"] = torch.version.hip or torch.version.cuda
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 

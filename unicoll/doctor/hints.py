@@ -87,7 +87,7 @@ def _devices(sections: Sections) -> Iterator[Hint]:
     for name, facts in (("torch", torch), ("cupy", cupy)):
         if facts.get("cuda") and facts.get("devices") == 0:
             text = f"{name} finds no device, but the driver has {devices}"
-            do = f"install a {name} built for a CUDA version that the driver supports: {cuda.get('driver')}"
+            do = f"install a {name} built for a version that the driver supports: {cuda.get('driver')}"
             yield Hint("warning", name, text, do)
     if not torch.get("installed") and not cupy.get("installed"):
         text = f"{devices} GPUs are present, but neither CuPy nor torch is installed"
@@ -100,7 +100,9 @@ def _nccl(sections: Sections) -> Iterator[Hint]:
     level = "warning" if _gpu(sections) else "note"
     if nccl.get("reason"):
         if _gpu(sections):
-            yield Hint("warning", "nccl", nccl["reason"], "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13")
+            amd = str(sections["cuda"].get("driver")).startswith("HIP")
+            do = "install RCCL" if amd else "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13"
+            yield Hint("warning", "nccl", nccl["reason"], do)
         return
     ours, theirs = nccl.get("version"), torch.get("nccl_version")
     if ours and theirs and ours != theirs:

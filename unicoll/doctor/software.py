@@ -68,10 +68,9 @@ def _torch() -> Iterator[Facts]:
         return
     torch: Any = importlib.import_module("torch")
     version, cuda = str(torch.__version__), torch.version.cuda
-    xpu = getattr(torch.version, "xpu", None)
-    line = (
-        f"{version}, {f'built for CUDA {cuda}' if cuda else 'built for XPU' if xpu else 'built without CUDA'}"
-    )
+    hip, xpu = getattr(torch.version, "hip", None), getattr(torch.version, "xpu", None)
+    built = f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "for XPU" if xpu else "without CUDA"
+    line, cuda = f"{version}, built {built}", cuda or hip
     yield {"version": version, "cuda": cuda, "nccl": _mapped_nccl(), "lines": [line], "at": "torch.cuda"}
     if not cuda:
         return
@@ -87,16 +86,20 @@ def _cupy() -> Iterator[Facts]:
     cupy: Any = importlib.import_module("cupy")
     yield {"version": str(cupy.__version__), "lines": [str(cupy.__version__)], "at": "CuPy's CUDA runtime"}
     runtime = cupy.cuda.runtime.runtimeGetVersion()
-    line = f"{cupy.__version__}, CUDA {runtime // 1000}.{runtime % 1000 // 10}"
-    yield {"cuda": f"{runtime // 1000}.{runtime % 1000 // 10}", "lines": [line]}
+    if getattr(cupy.cuda.runtime, "is_hip", False):
+        name, built = "ROCm", f"{runtime // 10000000}.{runtime // 100000 % 100}"
+    else:
+        name, built = "CUDA", f"{runtime // 1000}.{runtime % 1000 // 10}"
+    line = f"{cupy.__version__}, {name} {built}"
+    yield {"cuda": built, "lines": [line]}
     devices = cupy.cuda.runtime.getDeviceCount()
     yield {"devices": devices, "lines": [f"{line}, {devices} device{'' if devices == 1 else 's'}"]}
 
 
 def _mapped_nccl() -> list[str]:
-    """Paths of the NCCL libraries that are mapped into this process."""
+    """Paths of the NCCL libraries (RCCL's on AMD's GPUs) that are mapped into this process."""
     lines = Path(MAPS).read_text(errors="replace").splitlines()
-    return sorted({line[line.index("/") :] for line in lines if "/libnccl.so" in line})
+    return sorted({line[line.index("/") :] for line in lines if re.search(r"/lib[nr]ccl\.so", line)})
 
 
 def _gpus(device_type: str, vendor: str, driver: str) -> Iterator[Facts]:

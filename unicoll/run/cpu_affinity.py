@@ -28,6 +28,12 @@ if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0:
         cuda.cuDeviceGetPCIBusId(text, len(text), device)
         print(text.value.decode().lower())
 """,
+    "HIP": """
+from unicoll.arrays.cuda import hip_driver
+runtime = hip_driver.load()
+for device in range(0 if isinstance(runtime, str) else runtime.device_count()):
+    print(runtime.facts(device).bus)
+""",
     "Level Zero": """
 from ctypes import CDLL, Structure, byref, c_int32, c_int64, c_uint32, c_void_p
 class Properties(Structure):  # ze_pci_ext_properties_t
@@ -48,16 +54,25 @@ if ze.zeInit(1) == 0:  # GPUs only
 """,
 }
 """By driver: a program that prints the PCI addresses of its devices."""
+_AMD_KERNEL_DRIVER = "/dev/kfd"
 
 
 @functools.cache
 def gpu_addresses(driver: str = "CUDA") -> list[str]:
     """PCI addresses of the devices of a driver, ``"CUDA"`` or ``"Level Zero"``; empty without the driver.
 
-    They are those under CUDA_VISIBLE_DEVICES or ZE_AFFINITY_MASK. A separate process asks the driver. ValueError: it
-    has not replied within 60 s.
+    Without a CUDA device they are those of HIP, on a machine with AMD's. Those under CUDA_VISIBLE_DEVICES,
+    HIP_VISIBLE_DEVICES or ZE_AFFINITY_MASK count. A separate process asks the driver. ValueError: it has not replied
+    within 60 s.
     """
-    command = [sys.executable, "-I", "-S", "-c", _PROGRAMS[driver]]
+    found = _ask(driver, "-I", "-S")
+    if not found and driver == "CUDA" and os.path.exists(_AMD_KERNEL_DRIVER):
+        return _ask("HIP")
+    return found
+
+
+def _ask(driver: str, *flags: str) -> list[str]:
+    command = [sys.executable, *flags, "-c", _PROGRAMS[driver]]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:

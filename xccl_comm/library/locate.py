@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from unicoll.arrays import devices
+from unicoll.arrays.shared_library import SharedLibrary
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.device_collectives.locate import LibraryLocator
 from xccl_comm.library.bindings import OneCCL, XpuOneCCL, defaults
@@ -84,12 +85,9 @@ def _folders() -> Iterator[Path]:
 
 
 LOCATOR = LibraryLocator(
-    "libccl.so.2",
-    "/libccl.so.2",
-    "onecclGetVersion",
+    SharedLibrary(["libccl.so.2"], "/libccl.so.2", "onecclGetVersion", _folders),
     VARIABLE,
     _bind,
-    _folders,
     f"pip install oneccl, then oneccl-cpu, or set {VARIABLE} to the path",
 )
 find, oneccl, install = LOCATOR.find, LOCATOR.get, LOCATOR.use

@@ -1,0 +1,180 @@
+"""HIP's API by ctypes: AMD's devices with the HIP runtime only, which CuPy and torch for ROCm use, too.
+
+The current device of a thread takes the place of CUDA's contexts; streams, events and memory are as in CUDA. A process
+must have one copy of the runtime, so the one that it has mapped already is used, else that of torch, which it may
+import later. Signatures are those of ``hip_runtime_api.h`` 6 and 7.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+from unicoll.arrays.cuda import driver
+from unicoll.arrays.cuda.driver import Driver
+from unicoll.arrays.device_runtime import DeviceError, DeviceRuntime, on_device
+from unicoll.arrays.shared_library import SharedLibrary
+
+VARIABLE = "UNICOLL_HIP_LIBRARY"
+OLDEST = 60000000
+"""HIP 6.0, the first with its numbers for kinds of memory, and with RCCL 2.18."""
+_MEMCPY_DEFAULT = 4
+_IDENT = re.compile(rb"[0-9a-fA-F]{16}")
+
+ARGUMENTS = driver.ARGUMENTS | {
+    "error_name": (c_int,),
+    "error_text": (c_int,),
+    "last_error": (),
+    "set_device": (c_int,),
+    "get_device": (POINTER(c_int),),
+    "copy": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
+}
+SYMBOLS = {
+    "init": "hipInit",
+    "version": "hipRuntimeGetVersion",
+    "error_name": "hipGetErrorName",
+    "error_text": "hipGetErrorString",
+    "last_error": "hipGetLastError",
+    "device_count": "hipGetDeviceCount",
+    "device_handle": "hipDeviceGet",
+    "device_name": "hipDeviceGetName",
+    "device_uuid": "hipDeviceGetUuid",
+    "device_bus": "hipDeviceGetPCIBusId",
+    "device_memory": "hipDeviceTotalMem",
+    "device_attribute": "hipDeviceGetAttribute",
+    "can_access_peer": "hipDeviceCanAccessPeer",
+    "peer_attribute": "hipDeviceGetP2PAttribute",
+    "set_device": "hipSetDevice",
+    "get_device": "hipGetDevice",
+    "stream_priorities": "hipDeviceGetStreamPriorityRange",
+    "stream_create": "hipStreamCreateWithPriority",
+    "stream_destroy": "hipStreamDestroy",
+    "stream_query": "hipStreamQuery",
+    "stream_is_capturing": "hipStreamIsCapturing",
+    "stream_wait_event": "hipStreamWaitEvent",
+    "exchange_capture_mode": "hipThreadExchangeStreamCaptureMode",
+    "event_create": "hipEventCreateWithFlags",
+    "event_destroy": "hipEventDestroy",
+    "event_record": "hipEventRecord",
+    "event_query": "hipEventQuery",
+    "event_elapsed": "hipEventElapsedTime",
+    "mem_alloc": "hipMalloc",
+    "mem_free": "hipFree",
+    "mem_range": "hipMemGetAddressRange",
+    "host_alloc": "hipHostMalloc",
+    "host_free": "hipHostFree",
+    "copy": "hipMemcpyAsync",
+    "pointer_attributes": "hipDrvPointerGetAttributes",
+}
+"""HIP's function of each name."""
+
+
+def library_folders() -> Iterator[Path]:
+    """Folders with ROCm's libraries: those of torch, of the wheels beside it, of the system. torch is not imported."""
+    spec = importlib.util.find_spec("torch")
+    for package in (spec.submodule_search_locations or []) if spec is not None else []:
+        yield Path(package) / "lib"
+        yield from sorted(Path(package).parent.glob("_rocm_sdk_*/lib"))
+    yield Path(os.environ.get("ROCM_PATH") or "/opt/rocm") / "lib"
+
+
+FILE = SharedLibrary(
+    ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"), "/libamdhip64.so", "hipInit", library_folders
+)
+
+
+def in_use() -> bool:
+    """True if the program has chosen HIP: it has mapped the runtime, or named it in the environment."""
+    return bool(os.environ.get(VARIABLE) or FILE.mapped())
+
+
+def load() -> DeviceRuntime | str:
+    """The initialised runtime; or the reason why no device can be used."""
+    named = os.environ.get(VARIABLE)
+    reasons = []
+    for path in [named] if named else FILE.candidates():
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as e:
+            reasons.append(str(e))
+            continue
+        path = FILE.loaded_from(library) or path
+        try:
+            made = HipDriver(library, path)
+            return made if made.device_count() else f"there is no HIP device{_visible()}"
+        except DeviceError as e:
+            return f"{e}{_visible()}"
+        except AttributeError as e:
+            return f"{path} is not a HIP runtime: {e}"
+    return f"AMD's HIP runtime cannot be loaded: {'; '.join(reasons)}"
+
+
+def _visible() -> str:
+    names = (HipDriver.visible_devices, "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    found = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
+    return f" ({', '.join(found)})" if found else ""
+
+
+class _ThreadDevice(threading.local):
+    """Whether this thread has a device of its own: HIP has device 0 for a thread that never chose one."""
+
+    chosen = False
+
+
+class HipDriver(Driver):
+    """All devices, by libamdhip64."""
+
+    name = "HIP"
+    visible_devices = "HIP_VISIBLE_DEVICES"
+    symbols = SYMBOLS
+    arguments = ARGUMENTS
+    results = {"error_name": c_char_p, "error_text": c_char_p}
+    capability_attributes = (23, 61)
+    native_atomics = 2
+
+    def __init__(self, library: Any, path: str) -> None:
+        self._thread = _ThreadDevice()
+        super().__init__(library, path)
+        if self._version < OLDEST:
+            raise DeviceError(f"{self.description} is too old: 6.0 or newer is needed")
+
+    @property
+    def description(self) -> str:
+        """``HIP 6.4 runtime (/opt/rocm/lib/libamdhip64.so.6)``."""
+        return f"HIP {self._version // 10000000}.{self._version // 100000 % 100} runtime ({self._path})"
+
+    def current_device(self) -> int:
+        found = self._number("get_device")
+        return found if found or self._thread.chosen else -1
+
+    def set_device(self, device: int) -> None:
+        if self._number("get_device") != max(device, 0):
+            self._call("set_device", max(device, 0))
+        self._thread.chosen = device >= 0
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        self._call("copy", to, source, nbytes, _MEMCPY_DEFAULT, stream)
+
+    def _on(self, device: int) -> AbstractContextManager[None]:
+        return on_device(self, device)
+
+    def _failed(self, name: str, code: int, *arguments: Any) -> int:
+        # HIP keeps the code of a failed call for the thread, and torch would take it for that of its own next call.
+        self._c.last_error()
+        return super()._failed(name, code, *arguments)
+
+    def _error_texts(self, code: int) -> tuple[str, str]:
+        name, text = self._c.error_name(code), self._c.error_text(code)
+        return (name or b"").decode(errors="replace"), (text or b"").decode(errors="replace")
+
+    def _uuid(self, ident: bytes, bus: str) -> str:
+        """As in ``HIP_VISIBLE_DEVICES``; the bus id of devices whose firmware has no number."""
+        return f"GPU-{ident.decode() if _IDENT.fullmatch(ident) else bus}"
