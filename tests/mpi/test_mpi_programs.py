@@ -11,6 +11,7 @@ import pytest
 from tests.mpi.mpi_ranks import (
     Ended,
     library,
+    mpirun,
     run_alone,
     run_script,
     sorted_lines,
@@ -18,12 +19,20 @@ from tests.mpi.mpi_ranks import (
     try_script,
     unavailable_reason,
 )
+from tests.support import one_program
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
 
 
 # --- joining --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_program_of_all_backends(size: int) -> None:
+    ended = mpirun(size, "-W", "error", "-m", one_program.__name__, "mpi")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    one_program.check(ended.stdout, size)
 
 
 def test_importing_does_not_import_mpi(script: Path) -> None:

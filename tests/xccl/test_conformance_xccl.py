@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support import one_program
+from tests.support.programs import python
 from tests.support.ranks import ProcessJob
 from tests.support.suite import Suite
 from tests.xccl.xccl_ranks import XcclJob, unavailable_reason
@@ -41,3 +43,10 @@ class TestXCCL(Suite):
         # MIN and MAX of a NaN and a number depend on the order, which is not the same on all ranks (docs/xccl.md).
         cases = [replace(c, special=False) if c.reduce in ("MIN", "MAX") else c for c in cases]
         super().check_cases(pool, cases, timeout)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_program_of_all_backends(size: int) -> None:
+    done = python("-m", "unicoll.run", "-n", str(size), "--no-prefix", "-m", one_program.__name__, "xccl")
+    assert done.returncode == 0, done.stderr
+    one_program.check(done.stdout, size)
