@@ -14,8 +14,10 @@ from mpi_comm.p2p.matcher import EAGER_LIMIT
 from mpi_comm.reductions import REDUCTIONS, is_native, method_for, value_to_agree
 from mpi_comm.runtime import library
 from mpi_comm.runtime.communicators import WorldRanks, publish, world_ranks_of
+from mpi_comm.runtime.cuda_aware import user_setting
 from mpi_comm.runtime.init_finalize import runtime
 from mpi_comm.small_arrays import pack_inputs, prepare_small_call
+from unicoll.arrays import devices
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.device_runtime import DeviceError
 from unicoll.arrays.kernels import quiet_runner
@@ -132,11 +134,13 @@ class MPIBackend(HostBackend):
 
     @property
     def direct(self) -> bool:
-        return self.communicator is not None and self.cuda.direct
+        return self.communicator is not None and self.cuda.direct and _allows_addresses()
 
     def takes_device(self, call: Call) -> bool:
         communicator, arrays = self.communicator, call.inputs or call.outputs
         if communicator is None or not self.cuda.direct or arrays[0].device.type != "cuda":
+            return False
+        if not _allows_addresses():
             return False
         if call.op.name not in _NATIVE:
             return False
@@ -289,6 +293,12 @@ class MPIBackend(HostBackend):
         if self.communicator is not None:
             self.communicator.close(not (clean and self._idle()), failure is not None)
         self.mpi.groups.discard(self)
+
+
+def _allows_addresses() -> bool:
+    """True if MPI was asked about the devices in use, NVIDIA's; for AMD's it is the user who knows."""
+    runtime = devices.loaded("cuda")
+    return runtime is None or runtime.name != "HIP" or bool(user_setting())
 
 
 def _value_to_agree(communicator: GroupCommunicator, call: Call) -> int:

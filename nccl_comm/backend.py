@@ -42,12 +42,14 @@ class NCCLBackend(DeviceBackend):
 
     def configure(self, options: Options) -> Config:
         config = super().configure(options)
-        blocking = settings().get("NCCL_COMM_BLOCKING")  # NCCL prefers it to the option if it is 0 or 1
+        blocking = settings(self.native.name).get(
+            "NCCL_COMM_BLOCKING"
+        )  # NCCL prefers it to the option if it is 0 or 1
         return config if blocking not in ("0", "1") else replace(config, blocking=blocking == "1")
 
     def describe_transports(self, facts: Sequence[dict[str, Any]]) -> list[str]:
         """The transports that NCCL has probably chosen, and those in its log."""
-        variables = settings()
+        variables = settings(self.native.name)
         return [
             expected(self.context.rank, facts, self.runtime, self._options.net_name, variables),
             logged(variables),

@@ -42,7 +42,7 @@ VARIABLES = (
 )
 """Variables that change NCCL's choice."""
 _DEVICES = Path("/sys/class/infiniband")
-_SYSTEM = Path("/etc/nccl.conf")
+_SYSTEM = Path("/etc")
 _VIRTUAL = ("lo", "docker", "veth", "virbr")
 """Prefixes of interfaces that NCCL uses only if they are named."""
 _NAMES = 4
@@ -58,10 +58,17 @@ _NUMBER = re.compile(r"\d+(\(\d+\))?")
 """The number of a network device, and of a rank in parentheses."""
 
 
-def settings(environ: Mapping[str, str] = os.environ, system: Path = _SYSTEM) -> dict[str, str]:
-    """NCCL's variables: the environment's, else those of ``NCCL_CONF_FILE`` or ``~/.nccl.conf``, else the system's."""
+def settings(
+    library: str = "NCCL", environ: Mapping[str, str] = os.environ, system: Path = _SYSTEM
+) -> dict[str, str]:
+    """NCCL's variables: the environment's, else those of ``NCCL_CONF_FILE`` or ``~/.nccl.conf``, else the system's.
+
+    RCCL has the same variables in files of its own.
+    """
     found: dict[str, str] = {}
-    for path in (system, Path(os.path.expanduser(environ.get("NCCL_CONF_FILE") or "~/.nccl.conf"))):
+    name = f"{library.lower()}.conf"
+    own = environ.get("NCCL_CONF_FILE") or f"~/.{name}"
+    for path in (system / name, Path(os.path.expanduser(own))):
         try:
             lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         except OSError:

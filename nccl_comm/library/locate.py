@@ -5,7 +5,6 @@ On AMD's devices librccl, which has the same functions: that of the process, tor
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,7 @@ from nccl_comm.library.rccl import RcclBindings
 from nccl_comm.library.structs import version_text
 from unicoll.arrays import devices
 from unicoll.arrays.cuda import hip_driver
-from unicoll.arrays.shared_library import SharedLibrary
+from unicoll.arrays.shared_library import SharedLibrary, package_folders
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.device_collectives.locate import LibraryLocator
 
@@ -32,10 +31,17 @@ def _bind(library: Any, path: str, bindings: type[Bindings] = Bindings) -> Colle
 
 
 def _wheel_folders() -> Iterator[Path]:
-    """The folders of the library in the package ``nvidia``, which is not imported."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        yield Path(folder) / "nccl" / "lib"
+    """The folders of the library in the package ``nvidia``."""
+    for folder in package_folders("nvidia"):
+        yield folder / "nccl" / "lib"
+
+
+def _rocm_folders() -> Iterator[Path]:
+    """Folders with librccl; that of the HIP runtime in use comes first, since RCCL links to it."""
+    runtime = devices.loaded("cuda")
+    if isinstance(runtime, hip_driver.HipDriver):
+        yield runtime.folder
+    yield from hip_driver.library_folders()
 
 
 LOCATOR = LibraryLocator(
@@ -45,9 +51,7 @@ LOCATOR = LibraryLocator(
     f"pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, or set {VARIABLE} to its path",
 )
 RCCL_LOCATOR = LibraryLocator(
-    SharedLibrary(
-        ["librccl.so.1", "librccl.so"], "/librccl.so", "ncclGetVersion", hip_driver.library_folders
-    ),
+    SharedLibrary(["librccl.so.1", "librccl.so"], "/librccl.so", "ncclGetVersion", _rocm_folders),
     VARIABLE,
     lambda library, path: _bind(library, path, RcclBindings),
     f"install RCCL or a torch for ROCm, or set {VARIABLE} to its path",
@@ -55,8 +59,15 @@ RCCL_LOCATOR = LibraryLocator(
 
 
 def _locator() -> LibraryLocator:
-    on_amd = devices.reason_against("cuda") is None and devices.runtime("cuda").name == "HIP"
-    return RCCL_LOCATOR if on_amd else LOCATOR
+    """That of RCCL on AMD's devices. CUDA is not initialised for it, except on a machine with AMD's kernel driver."""
+    if LOCATOR.found is not None:
+        return LOCATOR
+    runtime = devices.loaded("cuda")
+    if runtime is None and hip_driver.is_expected():
+        if devices.reason_against("cuda") is not None:
+            return RCCL_LOCATOR
+        runtime = devices.runtime("cuda")
+    return RCCL_LOCATOR if runtime is not None and runtime.name == "HIP" else LOCATOR
 
 
 def find() -> CollectiveLibrary | str:

@@ -137,4 +137,4 @@ class NcclFacts:
         return os.environ.get("NCCL_HOSTID", "")
 
     def connection_hint(self, addresses: Sequence[str]) -> str:
-        return f"{connecting(addresses, settings())}; NCCL_DEBUG=INFO logs the addresses"
+        return f"{connecting(addresses, settings(self.name))}; NCCL_DEBUG=INFO logs the addresses"

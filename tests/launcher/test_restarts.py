@@ -218,7 +218,8 @@ def test_copies_of_lines_and_one_gpu_for_each_worker(folder: LaunchFolder) -> No
     script = folder.script(
         """
         import os, sys
-        print("loss 1,5", os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"])
+        visible = os.environ["CUDA_VISIBLE_DEVICES"], os.environ["HIP_VISIBLE_DEVICES"]
+        print("loss 1,5", os.environ["LOCAL_RANK"], *visible)
         print("other")
         print("an error", file=sys.stderr)
         print("a warning, no loss", file=sys.stderr)
@@ -230,16 +231,15 @@ def test_copies_of_lines_and_one_gpu_for_each_worker(folder: LaunchFolder) -> No
         "--log-dir=logs",
         "--redirects=2",
     ]
-    done = folder.launch(
-        "-n", "2", *flags, script, CUDA_VISIBLE_DEVICES="7, GPU-a,3", PET_DUPLICATE_STDERR_FILTERS="error"
-    )
+    visible = {"CUDA_VISIBLE_DEVICES": "7, GPU-a,3", "HIP_VISIBLE_DEVICES": "2,3"}
+    done = folder.launch("-n", "2", *flags, script, PET_DUPLICATE_STDERR_FILTERS="error", **visible)
     assert done.returncode == 0, done.stderr
-    shown = [line for device in ("7", "GPU-a") for line in (f"loss 1,5 0 {device}", "other")]
+    shown = [line for device in ("7 2", "GPU-a 3") for line in (f"loss 1,5 0 {device}", "other")]
     assert sorted(line.partition(":")[2] for line in done.stdout.splitlines()) == sorted(shown)
     assert done.stderr == ""
     (attempt,) = Path(folder.path, "logs").glob("*/attempt_0")
     copied = sorted((attempt / "filtered_stdout.log").read_text().splitlines())
-    assert copied == ["[default0]:loss 1,5 0 7", "[default1]:loss 1,5 0 GPU-a"]
+    assert copied == ["[default0]:loss 1,5 0 7 2", "[default1]:loss 1,5 0 GPU-a 3"]
     copied = sorted((attempt / "filtered_stderr.log").read_text().splitlines())
     assert copied == ["[default0]:an error", "[default1]:an error"]
     assert (attempt / "1" / "stderr.log").read_text() == "an error\na warning, no loss\n"

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from mpi_comm.backend import _allows_addresses
 from mpi_comm.runtime.cuda_aware import OVERRIDE, CudaAwareness, detect, group_awareness
+from tests.simulated_nccl.cuda import SimulatedCuda, Simulation
+from tests.simulated_nccl.rccl import SimulatedHip
+from unicoll.arrays import devices
 from unicoll.errors import DistArgumentError
 
 
@@ -164,3 +168,28 @@ def test_cuda_awareness_is_equal_on_all_ranks_of_a_group() -> None:
         assert not any(group_awareness(ranks, awareness, rank).direct for rank in ranks)
     assert group_awareness((1, 0, 2, 3), awareness, 0) == CudaAwareness(False, "rank 2: c")
     assert group_awareness((1, 0, 2, 3), awareness, 3) == awareness[3]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "setting", "allowed"),
+    [
+        (SimulatedCuda, None, True),
+        (SimulatedHip, None, False),
+        (SimulatedHip, "0", False),
+        (SimulatedHip, "1", True),
+    ],
+)
+def test_mpi_gets_addresses_of_amds_devices_only_if_the_user_says_so(
+    runtime: type[SimulatedCuda], setting: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library says only whether it takes those of CUDA."""
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(OVERRIDE, setting)
+    simulation = Simulation(runtime=runtime)
+    devices.install("cuda", simulation.cuda)
+    try:
+        assert _allows_addresses() is allowed
+    finally:
+        devices.install("cuda", None)
+        simulation.close()

@@ -30,6 +30,7 @@ from tests.unit.c_functions import BY_VALUE, WORD, StandIn, alike, header, kind,
 from tests.unit.declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
 from unicoll import errors as tree
 from unicoll.arrays import devices
+from unicoll.arrays.cuda import hip_driver
 from unicoll.arrays.device_runtime import DeviceError
 from unicoll.arrays.types import BY_NAME, Reduction
 from unicoll.backend.options import CallOptions
@@ -440,6 +441,7 @@ def test_errors_contain_nccls_text_and_the_call(code: int) -> None:
 @pytest.fixture
 def _own_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(locate.VARIABLE, raising=False)
+    monkeypatch.setattr(hip_driver, "_KERNEL_DRIVER", "/no/such/file")
     locate.install(None)
     yield
     locate.install(None)
@@ -488,7 +490,6 @@ class TestFinding:
     def test_versions_before_2_18_are_refused(
         self, version: int, taken: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        devices.reason_against("cuda")  # loads the driver before ctypes.CDLL is replaced
         monkeypatch.setattr(LOCATOR.file, "candidates", lambda: iter(["/stand-in/libnccl.so.2"]))
         monkeypatch.setattr(common_locate.ctypes, "CDLL", lambda path: stand_in(version))
         found = locate.find()
@@ -502,11 +503,11 @@ class TestFinding:
         devices.install("cuda", simulation.cuda)
         try:
             monkeypatch.setattr(RCCL_LOCATOR.file, "candidates", lambda: iter(["/stand-in/librccl.so.1"]))
-            monkeypatch.setattr(common_locate.ctypes, "CDLL", lambda path: stand_in(22105))
+            monkeypatch.setattr(common_locate.ctypes, "CDLL", lambda path: stand_in(22703))
             found: Any = locate.nccl()
             assert isinstance(found, RcclBindings)
-            assert interface.describe(found) == "RCCL 2.21.5 (/stand-in/librccl.so.1)"
-            assert found.needed("put_signal") == "RCCL 2.29; this is 2.21.5"
+            assert interface.describe(found) == "RCCL 2.27.3 (/stand-in/librccl.so.1)"
+            assert found.needed("put_signal") == "RCCL 2.29; this is 2.27.3"
             assert found.reduction(BY_NAME["float32"], Reduction.SUM) is not None
             assert found.reduction(BY_NAME["float8_e4m3fn"], Reduction.SUM) is None
             locate.install(None)

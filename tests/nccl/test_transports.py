@@ -110,14 +110,14 @@ def test_variables_are_also_read_from_nccls_files(tmp_path: Path) -> None:
     system.write_text("# for all\nNCCL_NET=Socket\nNCCL_P2P_DISABLE = 1\nNCCL_SHM_DISABLE=1\nother words\n")
     user.write_text("NCCL_SHM_DISABLE=0\nNCCL_NET=IB\n")
     environ = {"NCCL_CONF_FILE": str(user), "NCCL_NET": "mine", "HOME": str(tmp_path)}
-    assert settings(environ, system) == {
+    assert settings("NCCL", environ, tmp_path) == {
         "NCCL_CONF_FILE": str(user),
         "NCCL_NET": "mine",
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "0",
     }
     environ["NCCL_CONF_FILE"] = str(tmp_path)  # no file
-    assert settings(environ, tmp_path / "missing") == {k: v for k, v in environ.items() if k != "HOME"}
+    assert settings("RCCL", environ, tmp_path) == {k: v for k, v in environ.items() if k != "HOME"}
 
 
 def test_all_variables_are_named_once() -> None:

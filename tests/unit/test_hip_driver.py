@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.simulated_nccl.cuda import SimulatedCuda
 from tests.support.forks import in_fork
 from tests.unit.c_functions import StandIn, alike, kind, kind_of_ctypes, parse, put, putting
 from tests.unit.declarations import HIP
@@ -145,10 +146,13 @@ def _text(words: bytes) -> Callable[..., int]:
 
 @pytest.mark.parametrize(
     ("ident", "uuid"),
-    [(b"4d3c2b1a00f0e1d2", "GPU-4d3c2b1a00f0e1d2"), (b"XX".ljust(16, b"\0"), "GPU-0000:83:00.0")],
+    [
+        (b"4d3c2b1a00f0e1d2", "GPU-4d3c2b1a00f0e1d2-0000:83:00.0"),
+        (b"XX".ljust(16, b"\0"), "GPU-0000:83:00.0"),
+    ],
 )
 def test_device_properties(ident: bytes, uuid: str, driver: HipDriver, machine: Machine) -> None:
-    """HIP's uuid has the characters of a number; some devices have none."""
+    """HIP's uuid has the characters of a number; some devices have none, and the partitions of a device have one."""
     machine.answers |= {
         "hipDeviceGetName": _text(b"AMD Instinct Stand-In"),
         "hipDeviceGetPCIBusId": _text(b"0000:83:00.0"),
@@ -255,6 +259,32 @@ def test_no_code_is_left_for_the_programs_next_call(
     assert machine.last_error == 0
 
 
+def test_no_event_of_a_capturing_stream_is_queried(driver: HipDriver, machine: Machine) -> None:
+    """HIP would make the capture invalid, also for an event that was recorded before it."""
+    capturing = [1]
+    machine.answers["hipStreamIsCapturing"] = lambda stream, place: put(place, capturing[0], c_int) or 0
+    driver.record(EVENT, STREAM)
+    assert driver.event_done(EVENT) is False
+    assert "hipEventQuery" not in [name for name, _ in machine.calls]
+    capturing[0] = 0
+    assert driver.event_done(EVENT) is True
+    assert machine.last("hipEventQuery") == (EVENT,)
+    driver.record(EVENT, 0)  # which captures nothing
+    capturing[0] = 1
+    assert driver.event_done(EVENT) is True
+    driver.destroy_event(EVENT)
+    assert driver._recorded_on == {}
+
+
+def test_no_event_of_a_destroyed_stream_is_queried(driver: HipDriver, machine: Machine) -> None:
+    """HIP would read the stream's memory. To destroy a stream waits for its work."""
+    driver.record(EVENT, STREAM)
+    machine.fail("hipStreamIsCapturing", 709)
+    machine.fail("hipEventQuery", INVALID_VALUE)
+    assert driver.event_done(EVENT) is True
+    assert machine.last_error == 0
+
+
 @pytest.mark.parametrize(
     ("kind_of_memory", "managed", "ordinal", "device"),
     [(0, False, -2, -1), (1, False, 1, -1), (2, False, 1, 1), (1, True, 1, 1), (2, True, 0, 0)],
@@ -311,13 +341,14 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise OSError(f"{path}: cannot open shared object file")
         return found[path]
 
-    for name in (hip_driver.VARIABLE, cuda_driver.VARIABLE, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+    for vendor in ("CUDA", "HIP", "ROCR"):
+        monkeypatch.delenv(f"UNICOLL_{vendor}_LIBRARY", raising=False)
+        monkeypatch.delenv(f"{vendor}_VISIBLE_DEVICES", raising=False)
     file = SharedLibrary(["libamdhip64.so.6"], "/libamdhip64.so", "hipInit", list)
     monkeypatch.setattr(hip_driver, "FILE", file)
     monkeypatch.setattr(file, "mapped", list)
     monkeypatch.setattr(file, "loaded_from", lambda library: PATH)
-    monkeypatch.setattr(load, "_AMD_KERNEL_DRIVER", "/no/such/file")
+    monkeypatch.setattr(hip_driver, "_KERNEL_DRIVER", "/no/such/file")
     monkeypatch.setattr(ctypes, "CDLL", open_library)
     return found
 
@@ -327,7 +358,7 @@ def test_hip_is_used_where_there_is_no_cuda_device(
 ) -> None:
     reason = load.load()
     assert reason == "NVIDIA's driver cannot be loaded: libcuda.so.1: cannot open shared object file"
-    monkeypatch.setattr(load, "_AMD_KERNEL_DRIVER", os.devnull)
+    monkeypatch.setattr(hip_driver, "_KERNEL_DRIVER", os.devnull)
     assert load.load() == (
         f"{reason}; AMD's HIP runtime cannot be loaded: libamdhip64.so.6: cannot open shared object file"
     )
@@ -352,14 +383,21 @@ def test_the_reason_against_hip(
     assert f"{PATH} is not a HIP runtime: " in str(load.load())
 
 
-def test_a_program_that_has_mapped_hip_gets_hip(
+def test_a_program_that_has_mapped_hip_gets_hip_if_it_has_a_device(
     libraries: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_driver, "load", lambda: pytest.fail("NVIDIA's driver was loaded"))
-    libraries["/torch/lib/libamdhip64.so"] = machine
-    monkeypatch.setattr(hip_driver.FILE, "mapped", lambda: ["/torch/lib/libamdhip64.so"])
-    monkeypatch.setattr(hip_driver.FILE, "candidates", lambda: iter(["/torch/lib/libamdhip64.so"]))
+    """torch for ROCm has mapped it, but so has an MPI library for both kinds of devices."""
+    nvidia = SimulatedCuda.__new__(SimulatedCuda)
+    monkeypatch.setattr(cuda_driver, "load", lambda: nvidia)
+    libraries["/x/libamdhip64.so"] = machine
+    monkeypatch.setattr(hip_driver.FILE, "candidates", lambda: iter(["/x/libamdhip64.so"]))
+    assert load.load() is nvidia
+    monkeypatch.setattr(hip_driver.FILE, "mapped", lambda: ["/x/libamdhip64.so"])
     assert isinstance(load.load(), HipDriver)
+    machine.fail("hipInit", NO_DEVICE)
+    assert load.load() is nvidia
+    monkeypatch.setattr(cuda_driver, "load", lambda: "there is no CUDA device")
+    assert load.load() == "there is no CUDA device"
 
 
 def test_the_folders_of_torch_come_before_the_systems(
@@ -384,7 +422,7 @@ int hipRuntimeGetVersion(int *version) { *version = 60000000; return 0; }
 int hipDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 int hipGetDeviceCount(int *count) { *count = 2; return 0; }
 int hipDeviceGetPCIBusId(char *text, int length, int device) {
-    strncpy(text, device ? "0000:8A:00.0" : "0000:83:00.0", length);
+    strncpy(text, device ? "0000:8A:00.3" : "0000:83:00.0", length);
     return 0;
 }
 """
@@ -392,6 +430,7 @@ int hipDeviceGetPCIBusId(char *text, int length, int device) {
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_the_launcher_lists_amds_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Partition 3 of a device belongs to the device's function 0 for the kernel."""
     source, library = tmp_path / "hip.c", tmp_path / "libamdhip64.so"
     others = [f"int {symbol}() {{ return 0; }}\n" for symbol in DECLARED if f"int {symbol}(" not in RUNTIME]
     source.write_text(RUNTIME + "".join(others))

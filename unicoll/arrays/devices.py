@@ -35,6 +35,11 @@ def install(device_type: str, runtime: DeviceRuntime | None) -> None:
         _installed[device_type] = runtime
 
 
+def loaded(device_type: str) -> DeviceRuntime | None:
+    """The runtime of a device type, if it has been loaded already."""
+    return _installed.get(device_type)
+
+
 def reason_against(device_type: str) -> str | None:
     """The reason why this process can use no device of a type; None if it can."""
     if device_type in _installed:

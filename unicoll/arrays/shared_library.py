@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+
+def package_folders(name: str) -> list[Path]:
+    """The folders of an installed package, which is not imported."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # a module without a specification has its name
+        return []
+    return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
 
 
 class SharedLibrary:

@@ -27,7 +27,7 @@ from unicoll.net.files import write_whole
 _FORMAT = 1
 """Version of nccl-tests' JSON format."""
 _TIME = "%Y-%m-%d %H:%M:%S"
-_VARIABLES = re.compile(r"(UNICOLL|OMP|NCCL|OMPI_MCA|MPICH|MPIR_CVAR|FI|UCX|GLOO|CUDA)_")
+_VARIABLES = re.compile(r"(UNICOLL|OMP|NCCL|RCCL|HIP|HSA|OMPI_MCA|MPICH|MPIR_CVAR|FI|UCX|GLOO|CUDA)_")
 _SECRET = ("SECRET", "KEY", "TOKEN", "PASS")
 _FOLDERS = re.compile(r"(?<![\w/])/(?!/)(?:[^/:,;\s]+/)+")
 """The directories of a path, without its last part; does not match the slashes of a URL."""

@@ -59,7 +59,7 @@ class LibraryLocator:
         Raises:
             BackendUnavailableError: there is none; the message gives the reason.
         """
-        found = self.find()
+        found = self._found if self._found is not None else self.find()
         if isinstance(found, str):
             raise BackendUnavailableError(found)
         return found

@@ -71,6 +71,11 @@ def _probes(sections: Sections) -> Iterator[Hint]:
             yield Hint("error", name, facts["problem"], repair)
 
 
+def _amd(sections: Sections) -> bool:
+    """True if the devices are AMD's."""
+    return str(sections["cuda"].get("driver")).startswith("HIP")
+
+
 def _devices(sections: Sections) -> Iterator[Hint]:
     cuda, torch, cupy = sections["cuda"], sections["torch"], sections["cupy"]
     devices = len(cuda.get("devices") or [])
@@ -81,8 +86,9 @@ def _devices(sections: Sections) -> Iterator[Hint]:
     if not devices:
         return
     if torch.get("installed") and "cuda" in torch and not torch["cuda"]:
-        text = f"{devices} GPUs are present, but torch was built without CUDA"
-        do = "install a torch built for CUDA (https://pytorch.org/get-started/locally)"
+        platform = "ROCm" if _amd(sections) else "CUDA"
+        text = f"{devices} GPUs are present, but torch was built without {platform}"
+        do = f"install a torch built for {platform} (https://pytorch.org/get-started/locally)"
         yield Hint("warning", "torch", text, do)
     for name, facts in (("torch", torch), ("cupy", cupy)):
         if facts.get("cuda") and facts.get("devices") == 0:
@@ -91,7 +97,11 @@ def _devices(sections: Sections) -> Iterator[Hint]:
             yield Hint("warning", name, text, do)
     if not torch.get("installed") and not cupy.get("installed"):
         text = f"{devices} GPUs are present, but neither CuPy nor torch is installed"
-        do = "pip install 'unicoll[cuda12]' or 'unicoll[torch]' for arrays on them"
+        do = (
+            "install a torch or CuPy for ROCm for arrays on them"
+            if _amd(sections)
+            else "pip install 'unicoll[cuda12]' or 'unicoll[torch]' for arrays on them"
+        )
         yield Hint("note", "cupy", text, do)
 
 
@@ -100,8 +110,7 @@ def _nccl(sections: Sections) -> Iterator[Hint]:
     level = "warning" if _gpu(sections) else "note"
     if nccl.get("reason"):
         if _gpu(sections):
-            amd = str(sections["cuda"].get("driver")).startswith("HIP")
-            do = "install RCCL" if amd else "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13"
+            do = "install RCCL" if _amd(sections) else "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13"
             yield Hint("warning", "nccl", nccl["reason"], do)
         return
     ours, theirs = nccl.get("version"), torch.get("nccl_version")

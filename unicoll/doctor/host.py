@@ -25,7 +25,7 @@ CGROUP = "/sys/fs/cgroup"
 
 _SECRET = ("SECRET", "TOKEN", "KEY", "PASSWORD")
 _SHOWN = re.compile(
-    r"UNICOLL_|NCCL_|GLOO_|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|MASTER_|(LOCAL_)?RANK$|(LOCAL_)?WORLD_SIZE$"
+    r"UNICOLL_|[NR]CCL_|GLOO_|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|MASTER_|(LOCAL_)?RANK$|(LOCAL_)?WORLD_SIZE$"
 )
 _LONGEST = 60
 _MOST_INTERFACES = 8
@@ -240,7 +240,7 @@ def _environment() -> Iterator[Facts]:
 
 def _by_rank(name: str) -> bool:
     """True for variables that differ by rank in a correct job; joining compares the launcher's variables."""
-    return name in ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES") or name.startswith("MASTER_")
+    return name in ("RANK", "LOCAL_RANK") or name.endswith("_VISIBLE_DEVICES") or name.startswith("MASTER_")
 
 
 def _shown(name: str, value: str) -> str:

@@ -37,8 +37,8 @@ class LaunchOptions:
     if the launcher picks a free port. Times are in seconds.
     ``gives_local_rank`` is True if the program gets ``--local-rank`` as its first argument. ``matches`` maps OUT and
     ERR to the texts whose lines are also written to one file for all workers. ``affinity`` maps each local rank to the
-    CPUs that it is bound to; it is empty without ``--numa-binding``. ``devices`` maps each local rank to its
-    CUDA_VISIBLE_DEVICES with ``--virtual-local-rank``; else it is empty.
+    CPUs that it is bound to; it is empty without ``--numa-binding``. ``devices`` maps each local rank to the
+    variables that select its device with ``--virtual-local-rank``; else it is empty.
     """
 
     mpi: bool
@@ -67,7 +67,7 @@ class LaunchOptions:
     join_timeout: float
     matches: Mapping[int, tuple[str, ...]]
     affinity: Mapping[int, frozenset[int]]
-    devices: Mapping[int, str]
+    devices: Mapping[int, Mapping[str, str]]
 
 
 def parse(argv: Sequence[str] | None = None, as_torchs_launch: bool = False) -> LaunchOptions:
@@ -318,9 +318,19 @@ def _rank_set(text: str) -> frozenset[int] | None:
     return frozenset(map(int, text.split(",")))
 
 
-def _devices(nproc: int) -> dict[int, str]:
-    """CUDA_VISIBLE_DEVICES of each local rank: one device of those that this process sees, if it sees one."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+def _devices(nproc: int) -> dict[int, dict[str, str]]:
+    """The variables of each local rank that select its device; HIP prefers its own if that is set."""
+    names = [
+        "CUDA_VISIBLE_DEVICES",
+        *(["HIP_VISIBLE_DEVICES"] if os.environ.get("HIP_VISIBLE_DEVICES") else []),
+    ]
+    found = {name: _visible(name, nproc) for name in names}
+    return {i: {name: found[name][i] for name in names} for i in range(nproc)}
+
+
+def _visible(name: str, nproc: int) -> dict[int, str]:
+    """A variable's value for each local rank: one device of those that this process sees, if it sees one."""
+    given = os.environ.get(name)
     if given is None:
         return {i: str(i) for i in range(nproc)}
     devices = [device.strip() for device in given.split(",")]
@@ -329,7 +339,7 @@ def _devices(nproc: int) -> dict[int, str]:
         return dict.fromkeys(range(nproc), given)
     if len(visible) < nproc:
         raise ValueError(
-            f"--virtual-local-rank: {nproc} workers need a GPU each; CUDA_VISIBLE_DEVICES={given} has {len(visible)}"
+            f"--virtual-local-rank: {nproc} workers need a GPU each; {name}={given} has {len(visible)}"
         )
     return dict(enumerate(visible[:nproc]))
 

@@ -32,7 +32,7 @@ if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0:
 from unicoll.arrays.cuda import hip_driver
 runtime = hip_driver.load()
 for device in range(0 if isinstance(runtime, str) else runtime.device_count()):
-    print(runtime.facts(device).bus)
+    print(runtime.facts(device).bus[:-1] + "0")  # the function is the number of a partition, which sysfs has not
 """,
     "Level Zero": """
 from ctypes import CDLL, Structure, byref, c_int32, c_int64, c_uint32, c_void_p

@@ -198,7 +198,7 @@ def start_worker(
         "TORCHELASTIC_ERROR_FILE": error_file,
     }
     if options.devices:
-        environment["CUDA_VISIBLE_DEVICES"] = options.devices[local_rank]
+        environment |= options.devices[local_rank]
     out, err = (_destination(options, local_rank, which) for which in (OUT, ERR))
     paths = {
         which: files.stream(local_rank, which) for which, each in ((OUT, out), (ERR, err)) if each.to_file

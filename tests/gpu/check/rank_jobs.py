@@ -137,6 +137,7 @@ def device_facts() -> dict[str, object]:
         "memory_bytes": facts.memory,
         "capability": list(facts.capability),
         "driver": cuda.description,
+        "runtime": cuda.name,
         "devices": cuda.device_count(),
         "nccl": nccl.version,
         "nccl_path": nccl.path,

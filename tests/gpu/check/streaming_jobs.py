@@ -417,8 +417,8 @@ def trace() -> dict[str, Any] | str:
 
 
 def _traced_calls(torch: Any, body: Callable[[], object]) -> Counter[str]:
-    """Calls of the CUDA runtime and driver by name, with the profiler's own."""
+    """Calls of the CUDA runtime and driver, or of HIP, by name, with the profiler's own."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as made:
         body()
-    return Counter(e.name for e in made.events() if re.match("cuda|cu[A-Z]", e.name))
+    return Counter(e.name for e in made.events() if re.match("cuda|cu[A-Z]|hip[A-Z]", e.name))

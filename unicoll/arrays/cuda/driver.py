@@ -171,6 +171,8 @@ class Driver(DeviceRuntime):
 
     def stream_done(self, stream: int) -> bool:
         code = self._c.stream_query(stream)
+        if code == NOT_READY:
+            return False
         return code == SUCCESS or self._failed("stream_query", code, stream) == SUCCESS
 
     def capturing(self, stream: int) -> bool:
@@ -201,6 +203,8 @@ class Driver(DeviceRuntime):
 
     def event_done(self, event: int) -> bool:
         code = self._c.event_query(event)
+        if code == NOT_READY:
+            return False
         return code == SUCCESS or self._failed("event_query", code, event) == SUCCESS
 
     def elapsed(self, start: int, end: int) -> float:

@@ -8,24 +8,24 @@ import later. Signatures are those of ``hip_runtime_api.h`` 6 and 7.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 from unicoll.arrays.cuda import driver
-from unicoll.arrays.cuda.driver import Driver
-from unicoll.arrays.device_runtime import DeviceError, DeviceRuntime, on_device
-from unicoll.arrays.shared_library import SharedLibrary
+from unicoll.arrays.cuda.driver import SUCCESS, Driver
+from unicoll.arrays.device_runtime import PER_THREAD_STREAM, DeviceError, DeviceRuntime, on_device
+from unicoll.arrays.shared_library import SharedLibrary, package_folders
 
 VARIABLE = "UNICOLL_HIP_LIBRARY"
 OLDEST = 60000000
 """HIP 6.0, the first with its numbers for kinds of memory, and with RCCL 2.18."""
+_KERNEL_DRIVER = "/dev/kfd"
 _MEMCPY_DEFAULT = 4
 _IDENT = re.compile(rb"[0-9a-fA-F]{16}")
 
@@ -79,10 +79,9 @@ SYMBOLS = {
 
 def library_folders() -> Iterator[Path]:
     """Folders with ROCm's libraries: those of torch, of the wheels beside it, of the system. torch is not imported."""
-    spec = importlib.util.find_spec("torch")
-    for package in (spec.submodule_search_locations or []) if spec is not None else []:
-        yield Path(package) / "lib"
-        yield from sorted(Path(package).parent.glob("_rocm_sdk_*/lib"))
+    for package in package_folders("torch"):
+        yield package / "lib"
+        yield from sorted(package.parent.glob("_rocm_sdk_*/lib"))
     yield Path(os.environ.get("ROCM_PATH") or "/opt/rocm") / "lib"
 
 
@@ -91,9 +90,9 @@ FILE = SharedLibrary(
 )
 
 
-def in_use() -> bool:
-    """True if the program has chosen HIP: it has mapped the runtime, or named it in the environment."""
-    return bool(os.environ.get(VARIABLE) or FILE.mapped())
+def is_expected() -> bool:
+    """True if the machine has AMD's kernel driver for GPUs, or the runtime is named in the environment."""
+    return bool(os.environ.get(VARIABLE)) or os.path.exists(_KERNEL_DRIVER)
 
 
 def load() -> DeviceRuntime | str:
@@ -142,9 +141,15 @@ class HipDriver(Driver):
 
     def __init__(self, library: Any, path: str) -> None:
         self._thread = _ThreadDevice()
+        self._recorded_on: dict[int, int] = {}
         super().__init__(library, path)
         if self._version < OLDEST:
             raise DeviceError(f"{self.description} is too old: 6.0 or newer is needed")
+
+    @property
+    def folder(self) -> Path:
+        """Of the runtime's file; RCCL of the same ROCm is there."""
+        return Path(self._path).parent
 
     @property
     def description(self) -> str:
@@ -159,6 +164,35 @@ class HipDriver(Driver):
         if self._number("get_device") != max(device, 0):
             self._call("set_device", max(device, 0))
         self._thread.chosen = device >= 0
+
+    def stream_done(self, stream: int) -> bool:
+        code = self._c.stream_query(stream)
+        return code == SUCCESS or self._failed("stream_query", code, stream) == SUCCESS
+
+    def record(self, event: int, stream: int) -> None:
+        super().record(event, stream)
+        self._recorded_on[event] = stream
+
+    def destroy_event(self, event: int) -> None:
+        self._recorded_on.pop(event, None)
+        super().destroy_event(event)
+
+    def event_done(self, event: int) -> bool:
+        """As in CUDA; False as long as the stream of the event captures a graph.
+
+        HIP 6 makes the capture invalid if an event of the stream is queried, also one that was recorded before. It
+        reads the memory of the stream, too, so a stream that was destroyed, which waited for its work, is not queried.
+        """
+        stream = self._recorded_on.get(event, 0)
+        if stream > PER_THREAD_STREAM:
+            status = c_int()
+            if self._c.stream_is_capturing(stream, byref(status)):
+                self._c.last_error()
+                return True
+            if status.value:
+                return False
+        code = self._c.event_query(event)
+        return code == SUCCESS or self._failed("event_query", code, event) == SUCCESS
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         self._call("copy", to, source, nbytes, _MEMCPY_DEFAULT, stream)
@@ -176,5 +210,5 @@ class HipDriver(Driver):
         return (name or b"").decode(errors="replace"), (text or b"").decode(errors="replace")
 
     def _uuid(self, ident: bytes, bus: str) -> str:
-        """As in ``HIP_VISIBLE_DEVICES``; the bus id of devices whose firmware has no number."""
-        return f"GPU-{ident.decode() if _IDENT.fullmatch(ident) else bus}"
+        """The name in ``HIP_VISIBLE_DEVICES``, which some devices lack, and the bus id: partitions share the name."""
+        return f"GPU-{ident.decode()}-{bus}" if _IDENT.fullmatch(ident) else f"GPU-{bus}"

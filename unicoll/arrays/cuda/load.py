@@ -7,17 +7,24 @@ import os
 from unicoll.arrays.cuda import cuda_driver, hip_driver
 from unicoll.arrays.device_runtime import DeviceRuntime
 
-_AMD_KERNEL_DRIVER = "/dev/kfd"
-
 
 def load() -> DeviceRuntime | str:
-    """The initialised runtime: HIP if the program uses it, else the first that has a device; or the reason for none."""
-    if hip_driver.in_use():
+    """The initialised runtime; or the reason why there is none.
+
+    It is the one of CUDA and HIP that has a device. HIP comes first if the process has mapped it, as torch for ROCm
+    does, or an MPI library that can use it; alone, if ``UNICOLL_HIP_LIBRARY`` names it.
+    """
+    if os.environ.get(hip_driver.VARIABLE):
         return hip_driver.load()
-    cuda = cuda_driver.load()
-    if not isinstance(cuda, str):
-        return cuda
-    hip = hip_driver.load()
-    if not isinstance(hip, str):
-        return hip
-    return f"{cuda}; {hip}" if os.path.exists(_AMD_KERNEL_DRIVER) else cuda
+    drivers = [cuda_driver.load, hip_driver.load]
+    if hip_driver.FILE.mapped():
+        drivers.reverse()
+    reasons = []
+    for driver in drivers:
+        found = driver()
+        if not isinstance(found, str):
+            return found
+        reasons.append(found)
+    if not hip_driver.is_expected():
+        del reasons[drivers.index(hip_driver.load)]
+    return "; ".join(reasons)
