@@ -138,9 +138,7 @@ class MPIBackend(HostBackend):
 
     def takes_device(self, call: Call) -> bool:
         communicator, arrays = self.communicator, call.inputs or call.outputs
-        if communicator is None or not self.cuda.direct or arrays[0].device.type != "cuda":
-            return False
-        if not _allows_addresses():
+        if communicator is None or not self.direct or arrays[0].device.type != "cuda":
             return False
         if call.op.name not in _NATIVE:
             return False

@@ -92,10 +92,10 @@ def main(backend: str) -> None:
     dist.all_gather_object(names, f"rank {rank}")
     assert names == [f"rank {r}" for r in range(size)]
     dist.barrier()
-    everybodys: list[Any] = [None] * size
-    dist.all_gather_object(everybodys, results)
+    of_all: list[Any] = [None] * size
+    dist.all_gather_object(of_all, results)
     if rank == 0:
-        print(json.dumps({name: [one[name] for one in everybodys] for name in results}))
+        print(json.dumps({name: [one[name] for one in of_all] for name in results}))
     dist.destroy_process_group()
 
 

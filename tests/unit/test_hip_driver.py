@@ -100,15 +100,10 @@ def test_signatures_are_those_that_hip_declares() -> None:
     for name, symbol in SYMBOLS.items():
         declared = DECLARED[symbol]
         assert len(ARGUMENTS[name]) == len(declared.types), symbol
-        assert all(map(_alike, ARGUMENTS[name], declared.types)), symbol
+        assert all(map(alike, ARGUMENTS[name], declared.types)), symbol
         assert kind_of_ctypes(HipDriver.results.get(name, c_int)) == kind(declared.result), symbol
     assert SYMBOLS.keys() == ARGUMENTS.keys()
     assert len(SYMBOLS) == len(DECLARED)
-
-
-def _alike(argument: Any, c_type: str) -> bool:
-    """As for CUDA; an address may be a number of its size."""
-    return alike(argument, c_type) or (argument is c_void_p and c_type == "hipDeviceptr_t")
 
 
 HEADER = next((p for p in map(Path, ("/opt/rocm/include", "/usr/include")) if (p / "hip").is_dir()), None)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unicoll.arrays.cuda import driver
-from unicoll.arrays.cuda.driver import SUCCESS, Driver
+from unicoll.arrays.cuda.driver import Driver
 from unicoll.arrays.device_runtime import PER_THREAD_STREAM, DeviceError, DeviceRuntime, on_device
 from unicoll.arrays.shared_library import SharedLibrary, package_folders
 
@@ -166,8 +166,7 @@ class HipDriver(Driver):
         self._thread.chosen = device >= 0
 
     def stream_done(self, stream: int) -> bool:
-        code = self._c.stream_query(stream)
-        return code == SUCCESS or self._failed("stream_query", code, stream) == SUCCESS
+        return super().stream_done(stream) or self._forget_code()
 
     def record(self, event: int, stream: int) -> None:
         super().record(event, stream)
@@ -187,12 +186,11 @@ class HipDriver(Driver):
         if stream > PER_THREAD_STREAM:
             status = c_int()
             if self._c.stream_is_capturing(stream, byref(status)):
-                self._c.last_error()
+                self._forget_code()
                 return True
             if status.value:
                 return False
-        code = self._c.event_query(event)
-        return code == SUCCESS or self._failed("event_query", code, event) == SUCCESS
+        return super().event_done(event) or self._forget_code()
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         self._call("copy", to, source, nbytes, _MEMCPY_DEFAULT, stream)
@@ -201,9 +199,13 @@ class HipDriver(Driver):
         return on_device(self, device)
 
     def _failed(self, name: str, code: int, *arguments: Any) -> int:
-        # HIP keeps the code of a failed call for the thread, and torch would take it for that of its own next call.
-        self._c.last_error()
+        self._forget_code()
         return super()._failed(name, code, *arguments)
+
+    def _forget_code(self) -> bool:
+        """Clear the code of this thread's last call, which torch would take for that of its own next one; False."""
+        self._c.last_error()
+        return False
 
     def _error_texts(self, code: int) -> tuple[str, str]:
         name, text = self._c.error_name(code), self._c.error_text(code)
