@@ -209,7 +209,13 @@ def is_run(block: Block) -> bool:
     return any(option.partition("=")[0] == "run" for option in block.options)
 
 
-RUN = [block for page in PAGES for block in blocks(page) if is_run(block)]
+RUN = [
+    pytest.param(block, marks=pytest.mark.slow if "slow" in block.options else ())
+    for page in PAGES
+    for block in blocks(page)
+    if is_run(block)
+]
+"""The option ``slow`` is for blocks whose output depends on how long something takes: they are not in the short run."""
 FILES = [block for page in PAGES for block in blocks(page) if block.value("file")]
 
 
