@@ -1,7 +1,8 @@
 """Makes unicoll's backends known to torch.distributed by ``import torch``, without an import of the plug-in.
 
 An installed unicoll names :func:`autoload` as an entry point of the group ``torch.backends``, whose functions torch
-calls at the end of its own import; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off. This module imports nothing that
+calls at the end of its own import; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off. With ``UNICOLL_WATCH=1`` the
+groups of torch's own backends are watched, too. This module imports nothing that
 torch has not imported, so ``import torch`` takes no longer. Since torch 2.14 torch also imports
 :mod:`unicoll.torch_plugin` by itself, by the entry points of the group ``torch.distributed.backends``, if a backend has
 one of its names.
@@ -9,6 +10,7 @@ one of its names.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,8 +33,11 @@ def autoload() -> None:
     Never raises: torch could not be imported then.
     """
     with suppress(Exception):
-        _register(sys.modules["torch.distributed.distributed_c10d"])
+        c10d = sys.modules["torch.distributed.distributed_c10d"]
+        _register(c10d)
         _find_in_env(sys.modules["torch.distributed.rendezvous"])
+        if os.environ.get("UNICOLL_WATCH"):
+            _watch_with_first_group(c10d)
 
 
 def _register(c10d: Any) -> None:
@@ -55,6 +60,26 @@ def _find_in_env(rendezvous: Any) -> None:
         return rendezvous._rendezvous_handlers["env"](*args, **options)
 
     rendezvous._rendezvous_handlers["env"] = handler
+
+
+def _watch_with_first_group(c10d: Any) -> None:
+    """Call :func:`unicoll.torch_plugin.watch` when torch makes a group, so that other processes start nothing."""
+    torchs_helper = c10d._new_process_group_helper
+
+    def helper(*args: Any, **options: Any) -> Any:
+        c10d._new_process_group_helper = torchs_helper
+        from unicoll.net import environment, logs
+
+        try:
+            if environment.flag("UNICOLL_WATCH"):
+                from unicoll.torch_plugin import watch
+
+                watch()
+        except Exception as error:  # the program must not depend on it
+            logs.logger("watch").warning("UNICOLL_WATCH: torch's groups are not watched: %s", error)
+        return torchs_helper(*args, **options)
+
+    c10d._new_process_group_helper = helper
 
 
 def backend_of_init() -> str | None:

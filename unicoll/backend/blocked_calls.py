@@ -15,11 +15,12 @@ import threading
 from collections.abc import Sequence
 from itertools import islice, takewhile
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.group_state import GroupState
 from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.observed_backend import ObservedBackend
 from unicoll.backend.operation_errors import (
     LIBRARY_PACKAGES,
     line_of_user,
@@ -29,7 +30,6 @@ from unicoll.backend.operation_errors import (
 from unicoll.backend.thread_activity import NotBlocked, activities
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.backend.work import Completion, HostCompletion
-from unicoll.net.control.wait_graph import MessageState
 from unicoll.net.excepthook import PACKAGES
 
 _OURS = set(PACKAGES)
@@ -52,17 +52,6 @@ _MAX_FRAMES = 60
 """Frames of a stack that are searched for the end of a failed call."""
 
 
-@runtime_checkable
-class MessageQueues(Protocol):
-    """An engine of sends and receives that shows which messages are in flight."""
-
-    def needs_peer(self, call: Call) -> bool:
-        """True for a receive of which nothing has come, and for a queued send that needs the receiver to read."""
-
-    def message_state(self, peer: int) -> MessageState:
-        """The state of the messages to and from a member."""
-
-
 class BlockedCall(NamedTuple):
     """A call that a thread waits for, or that has to end before a callback runs.
 
@@ -71,17 +60,18 @@ class BlockedCall(NamedTuple):
         call: the last one of the batch.
         where: ``file:line`` of the user's code that waits; "" for a callback.
         ends_alone: True if the call may end without a call of another rank: a message for which ``needs_peer`` is
-            False or that may come from very many ranks, messages of backends without :class:`MessageQueues`, and
-            calls with a shorter timeout than their group's, after which the program may go on.
+            False or that may come from very many ranks, messages of backends without
+            :attr:`~ObservedBackend.message_queues`, and calls with a shorter timeout than their group's, after which
+            the program may go on.
     """
 
-    backend: HostBackend
+    backend: ObservedBackend
     call: Call
     where: str
     ends_alone: bool
 
 
-def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCall], bool]:
+def find_blocked_calls(backends: Sequence[ObservedBackend]) -> tuple[list[BlockedCall], bool]:
     """The calls in which threads are blocked, and True if no other thread of this process could call unicoll."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     found: list[BlockedCall] = []
@@ -117,33 +107,30 @@ def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCal
     if any(thread.ident not in blocked for thread in joining) or (of_future and ignored):
         all_blocked = False
     for backend in backends:
-        for completion, _ in _in_background(backend):
+        for completion in backend.in_background():
             if completion._callbacks:
                 last = completion.calls[-1]
                 found.append(BlockedCall(backend, last, "", _ends_alone(backend, last)))
-        if backend._p2p.has_callbacks:
+        if backend.has_message_callbacks:
             all_blocked = False
     return found, all_blocked
 
 
-def has_callbacks(backend: HostBackend) -> bool:
+def has_callbacks(backend: ObservedBackend) -> bool:
     """True if a call of a backend runs callbacks when it ends."""
-    return backend._p2p.has_callbacks or any(bool(each._callbacks) for each, _ in _in_background(backend))
+    return backend.has_message_callbacks or any(bool(each._callbacks) for each in backend.in_background())
 
 
-def _in_background(backend: HostBackend) -> list[tuple[HostCompletion, Any]]:
-    queue = backend.queue
-    running = queue._running
-    return [*([(running, None)] if running is not None else []), *queue._queue]
-
-
-def _blocked_call(thread: int, top: FrameType, backends: Sequence[HostBackend]) -> BlockedCall | None:
+def _blocked_call(thread: int, top: FrameType, backends: Sequence[ObservedBackend]) -> BlockedCall | None:
     """The innermost call of the user in which a thread is blocked; None if it runs or waits for a limited time."""
     if _package(top) not in _OURS:
         return None
+    for backend in backends:
+        if (awaited := backend.awaited_in(top)) is not None:
+            return BlockedCall(backend, awaited, line_of_user(top), _ends_alone(backend, awaited))
     user = next((frame for frame in outwards(top) if _package(frame) not in LIBRARY_PACKAGES), None)
     for activity in activities(thread):
-        found: tuple[HostBackend, Call] | None = None
+        found: tuple[ObservedBackend, Call] | None = None
         if isinstance(activity.what, NotBlocked):
             return None
         if isinstance(activity.what, Call):
@@ -161,7 +148,9 @@ def _blocked_call(thread: int, top: FrameType, backends: Sequence[HostBackend]) 
     return None
 
 
-def _owner(completion: Completion, backends: Sequence[HostBackend]) -> tuple[HostBackend, Call] | None:
+def _owner(
+    completion: Completion, backends: Sequence[ObservedBackend]
+) -> tuple[ObservedBackend, Call] | None:
     """The backend that a completion belongs to, and the last call of its batch."""
     if not isinstance(completion, HostCompletion) or completion.done():
         return None
@@ -169,23 +158,23 @@ def _owner(completion: Completion, backends: Sequence[HostBackend]) -> tuple[Hos
     if isinstance(call, ProxyCall):
         return None
     for backend in backends:
-        if any(completion is waiting for waiting, _ in _in_background(backend)):
+        if any(completion is waiting for waiting in backend.in_background()):
             return backend, call
-        engine = backend._p2p
-        if len(completion.calls) == 1 and isinstance(engine, MessageQueues) and engine.needs_peer(call):
+        engine = backend.message_queues
+        if len(completion.calls) == 1 and engine is not None and engine.needs_peer(call):
             return backend, call
     return None
 
 
-def _ends_alone(backend: HostBackend, call: Call) -> bool:
-    engine = backend._p2p
+def _ends_alone(backend: ObservedBackend, call: Call) -> bool:
+    engine = backend.message_queues
     if call.timeout < backend.context.timeout:
         return True
     if not call.op.message:
         return False
     if call.peer < 0 and backend.context.size > _MOST_SENDERS:
         return True
-    return not isinstance(engine, MessageQueues) or not engine.needs_peer(call)
+    return engine is None or not engine.needs_peer(call)
 
 
 def _joins(top: FrameType) -> threading.Thread | None:

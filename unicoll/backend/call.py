@@ -77,6 +77,9 @@ class Call:
         "watched_as",
     )
 
+    presumed = False
+    """True if it is not known whether it is in progress: the rank may do something else meanwhile."""
+
     def __init__(
         self,
         op: Op,

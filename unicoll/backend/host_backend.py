@@ -17,8 +17,9 @@ from unicoll.backend import fallbacks, operation_errors
 from unicoll.backend.blocking_p2p import BlockingP2P, MessagesToSelf
 from unicoll.backend.call import Call
 from unicoll.backend.coalescing import merge_all_reduces
-from unicoll.backend.contract import Backend, Context
+from unicoll.backend.contract import Context
 from unicoll.backend.group_state import TICK_S, GroupState
+from unicoll.backend.observed_backend import MessageQueues, ObservedBackend
 from unicoll.backend.op_queue import Execute, OpQueue
 from unicoll.backend.ops import Op
 from unicoll.backend.thread_activity import entered
@@ -64,7 +65,7 @@ class MessageEngine(Protocol):
         """:meth:`abort`, and release everything; True if nothing was in flight."""
 
 
-class HostBackend(Backend):
+class HostBackend(ObservedBackend):
     """A backend of arrays in host memory. Subclasses define :meth:`execute`, and usually ``abort`` and ``close``.
 
     Calls of operations in ``caps.native`` go to :meth:`execute`, those of other collectives to a fallback. Collectives
@@ -75,10 +76,7 @@ class HostBackend(Backend):
         state: of the group; None makes one.
 
     Attributes:
-        context: the group.
-        state: its failure and the collective in progress.
         queue: order and numbers of the collectives.
-        closed: True once the group is being destroyed.
     """
 
     compares = True
@@ -87,11 +85,9 @@ class HostBackend(Backend):
     def __init__(
         self, context: Context, p2p: MessageEngine | None = None, state: GroupState | None = None
     ) -> None:
-        self.context = context
-        self.state = state = state or GroupState(context)
-        state.links = self.links
+        super().__init__(context, state)
+        state = self.state
         self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, lambda: state.error is not None)
-        self.closed = False
         self._departed: dict[int, float] = {}  # ranks that are lost, and when a waiting call first saw that
         self._p2p: MessageEngine
         if p2p is not None:
@@ -119,11 +115,6 @@ class HostBackend(Backend):
         Collectives come one at a time. Sends and receives come at any time, on several threads, unless the backend has
         a :class:`MessageEngine` of its own.
         """
-
-    @property
-    def error(self) -> DistError | None:
-        """The error that has ended the group, or None."""
-        return self.state.error
 
     @property
     def sequence(self) -> int:
@@ -284,18 +275,21 @@ class HostBackend(Backend):
         self.queue.abandon(error)
         return error
 
-    def watch(self) -> None:
-        """Abort this backend when another rank announces that the group failed, and answer the others' questions."""
-        context, control = self.context, self.context.job.control
-        if context.size > 1 and control is not None:
-            control.watch(context.name, context.backend, self.abort, self.state.report)
+    def in_background(self) -> list[HostCompletion]:
+        queue = self.queue
+        running = queue._running
+        return [*([running] if running is not None else []), *[completion for completion, _ in queue._queue]]
 
-    def links(self) -> str:
-        """This rank's connections that are not acknowledged, and addresses that do not answer; "" if none."""
-        return ""
+    @property
+    def has_message_callbacks(self) -> bool:
+        return self._p2p.has_callbacks
+
+    @property
+    def message_queues(self) -> MessageQueues | None:
+        return self._p2p if isinstance(self._p2p, MessageQueues) else None
 
     def abort(self, error: Exception) -> None:
-        self.state.abort(error)
+        super().abort(error)
         self._p2p.abort()
 
     # --- shutdown ----------------------------------------------------------------------------------------------------

@@ -221,11 +221,14 @@ def check_message(context: Context, call: Call, size: int, code: int) -> None:
 
 
 def first_dead_member(context: Context) -> int | None:
-    """The global rank of a member that has died, or None. Ranks that left the job do not count."""
+    """The global rank of the first member that has died, or None. Ranks that left the job do not count."""
     control = context.job.control
     if control is None or not control.departed:
         return None
-    return next((r for r in context.ranks if r in control.departed and r not in control.left), None)
+    departed = [
+        *control.departed
+    ]  # in the order in which they ended: the first one may be why the others did
+    return next((r for r in departed if r in context.ranks and r not in control.left), None)
 
 
 def first_member_that_left(context: Context) -> int | None:
@@ -251,6 +254,8 @@ def log_stall(context: Context, call: Call, seconds: float, links: str) -> None:
     else:
         reports = _request_reports(context)
         arrived, absent = _arrived_and_absent(context, call, reports)
+        if call.presumed and not absent:
+            return
         more = ", ..." if len(arrived) > _SHOWN else ""
         text += f"; arrived: {_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}{more}"
         text += f"; missing: {_list(list(absent.values()))}{_differing(call, reports)}"

@@ -15,10 +15,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend import operation_errors
-from unicoll.backend.blocked_calls import BlockedCall, MessageQueues, find_blocked_calls, has_callbacks
+from unicoll.backend.blocked_calls import BlockedCall, find_blocked_calls, has_callbacks
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Job
-from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.observed_backend import ObservedBackend
 from unicoll.errors import DeadlockError, DistError
 from unicoll.net import environment, fork_safety
 from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, MessageState, backend_group_of, compress
@@ -65,7 +65,7 @@ class _Snapshot(NamedTuple):
     texts: list[str]
     since: float
     calls: dict[str, tuple[str, int]]
-    stalled: list[tuple[HostBackend, Call, _TrackedCall]]
+    stalled: list[tuple[ObservedBackend, Call, _TrackedCall]]
 
 
 class WaitMonitor:
@@ -122,12 +122,14 @@ class WaitMonitor:
 
     # --- snapshots --------------------------------------------------------------------------------------------------
 
-    def _backends(self) -> list[HostBackend]:
-        found = {b for group in [*self._job.groups] for b in group.backends if isinstance(b, HostBackend)}
+    def _backends(self) -> list[ObservedBackend]:
+        found = {b for group in [*self._job.groups] for b in group.backends if isinstance(b, ObservedBackend)}
         return [backend for backend in found if backend.context.size > 1 and not backend.closed]
 
     def _take_snapshot(self) -> _Snapshot:
         backends = self._backends()
+        for backend in backends:
+            backend.update()
         blocked, all_blocked = find_blocked_calls(backends)
         others = [monitor for monitor in [*_monitors] if monitor is not self]
         if any(has_callbacks(backend) for monitor in others for backend in monitor._backends()):
@@ -237,7 +239,7 @@ class WaitMonitor:
         self._granted &= {entry.number for _, _, entry in snapshot.stalled}
 
 
-def _backend_group(backend: HostBackend) -> str:
+def _backend_group(backend: ObservedBackend) -> str:
     return backend_group_of(backend.name, backend.context.name)
 
 
@@ -250,9 +252,9 @@ def _wait(one: BlockedCall, number: int) -> list[Any]:
     return [_backend_group(one.backend), kind, ranks[call.peer] if call.peer >= 0 else ANY, number]
 
 
-def _message_state(backend: HostBackend | None, peer: int) -> MessageState:
-    engine = backend._p2p if backend is not None else None
-    if backend is None or not isinstance(engine, MessageQueues):
+def _message_state(backend: ObservedBackend | None, peer: int) -> MessageState:
+    engine = backend.message_queues if backend is not None else None
+    if backend is None or engine is None:
         return MessageState()
     return engine.message_state(backend.context.ranks.index(peer))
 

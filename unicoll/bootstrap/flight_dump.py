@@ -35,6 +35,8 @@ _WRITE_S = 3.0
 """Seconds for which the end of the job waits for dumps that are being written."""
 
 _open: list[FlightDumper] = []
+_pipe: tuple[int, int] | None = None
+"""Where the interpreter writes the numbers of signals, if :func:`handle_signal_on_thread` has effect."""
 
 
 def dumper_of(job: Job) -> FlightDumper:
@@ -91,8 +93,7 @@ class FlightDumper:
             self.directory = self.directory and os.path.abspath(os.path.join(self.directory, job.name))
         if job.control is not None:
             job.control.failure_listeners.append(self._on_failure)
-        if _sigusr1_is_free():
-            signal.signal(signal.SIGUSR1, _on_signal)
+        handle_signal()
         _open.append(self)
 
     def close(self) -> None:
@@ -216,12 +217,52 @@ class FlightDumper:
 # --- the signal -----------------------------------------------------------------------------------------------------
 
 
+def handle_signal() -> None:
+    """Dump on SIGUSR1, if this is the main thread and nothing else handles the signal."""
+    if _sigusr1_is_free():
+        signal.signal(signal.SIGUSR1, _on_signal)
+
+
 def _sigusr1_is_free() -> bool:
     """True if this thread can handle SIGUSR1 and nothing else does."""
     if threading.current_thread() is not threading.main_thread():
         return False
     # faulthandler's handlers are not those of the module signal
     return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not is_caught(signal.SIGUSR1)
+
+
+def handle_signal_on_thread() -> None:
+    """Dump on SIGUSR1 also while the main thread is in C++ code, where Python's handlers do not run; once per process.
+
+    Has no effect if :func:`handle_signal` has none, or if the program uses ``signal.set_wakeup_fd`` itself.
+    """
+    global _pipe
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if _pipe is not None or not in_main_thread or signal.getsignal(signal.SIGUSR1) is not _on_signal:
+        return
+    _pipe = os.pipe()
+    for end in _pipe:
+        os.set_blocking(end, end == _pipe[0])
+    before = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        _close_pipe()
+        return
+    threading.Thread(target=_read_signals, args=(_pipe[0],), name="unicoll-signal", daemon=True).start()
+
+
+def _read_signals(pipe: int) -> None:
+    while numbers := os.read(pipe, 64):
+        if signal.SIGUSR1 in numbers:
+            _dump_on_signal()
+
+
+def _close_pipe() -> None:
+    global _pipe
+    if _pipe is not None:
+        for end in _pipe:
+            os.close(end)
+        _pipe = None
 
 
 def _restore_signal() -> None:
@@ -231,6 +272,11 @@ def _restore_signal() -> None:
 
 
 def _on_signal(_number: int, _frame: FrameType | None) -> None:
+    if _pipe is None:
+        _dump_on_signal()
+
+
+def _dump_on_signal() -> None:
     # On another thread: this one may be within a call whose locks the dump needs.
     # Of jobs with one directory the newest is written.
     for dumper in {each.directory or each: each for each in _open}.values():
@@ -239,6 +285,9 @@ def _on_signal(_number: int, _frame: FrameType | None) -> None:
 
 def _forget() -> None:
     """A forked child is not a member of its parent's job."""
+    if _pipe is not None:
+        signal.set_wakeup_fd(-1)
+        _close_pipe()
     if _open:
         _open.clear()
         _restore_signal()

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
 
@@ -35,8 +35,12 @@ _EXIT_NOTE_S = 0.3
 """Seconds to wait for the launcher's note on how a rank ended; it polls its workers ten times a second."""
 
 
+Backends = str | Sequence[BackendChoice] | None
+"""The backends of a job's default group: as the user names them, or chosen."""
+
+
 def join(
-    backend: str | None,
+    backend: Backends,
     init_method: str | None,
     rank: int,
     world_size: int,
@@ -56,7 +60,7 @@ def join(
 
 
 def run_rendezvous(
-    backend: str | None,
+    backend: Backends,
     init_method: str | None,
     rank: int,
     world_size: int,
@@ -80,13 +84,14 @@ def run_rendezvous(
     debug_level.apply()
     environment.warn_of_unknown()
     # a backend that cannot be used fails before other ranks wait for this one
-    if backend is not None and backend_choice.is_fake(backend_choice.choose(backend)):
+    if isinstance(backend, str) and backend_choice.is_fake(backend_choice.choose(backend)):
         return fake_job.rendezvous(init_method, rank, world_size)
     log.info("joining: process %d", os.getpid())
     use_launcher = not (name and gives_members(init_method, rank, world_size))
     mpi = MPIJobStart(rank, world_size)
     if use_launcher:
-        mpi = mpi_launch.start(backend, rank, world_size, join_timeout)
+        named = backend if isinstance(backend, str) else None
+        mpi = mpi_launch.start(named, rank, world_size, join_timeout)
     found = rendezvous(
         init_method,
         mpi.rank,
@@ -108,7 +113,7 @@ def run_rendezvous(
 
 
 def join_job(
-    rendezvous: Rendezvous, backend: str | None, timeout: float, join_timeout: float, name: str = ""
+    rendezvous: Rendezvous, backend: Backends, timeout: float, join_timeout: float, name: str = ""
 ) -> Job:
     """Join the job of a rendezvous; returns when all ranks have joined. On an error ``rendezvous`` is closed too.
 
@@ -142,7 +147,7 @@ def join_job(
         if rendezvous.world_size > 1 and not rendezvous.trusted:
             refuse_protection()
         job.allows_pickle = rendezvous.trusted and bool(environment.flag("UNICOLL_ALLOW_PICKLE"))
-        job.choices = choose(job, backend)
+        job.choices = choose(job, backend) if backend is None or isinstance(backend, str) else backend
         for cls in {c.cls for c in job.choices}:
             cls.prepare(job)
         if job.size > 1 and not job.fake:

@@ -85,11 +85,9 @@ def recorded_calls(job: int = 0) -> list[RecordedCall]:
 
     ``job`` is the number of the job whose calls are wanted; 0 means all.
     """
-    entries = [(e.kind if isinstance(e, PendingEntry) else e[0], e) for e in _snapshot()]
+    entries = [(e[0] if isinstance(e, tuple) else e.kind, e) for e in _snapshot()]
     found = [
-        _pending(e) if isinstance(e, PendingEntry) else _ended(e)
-        for kind, e in entries
-        if job in (0, kind.job)
+        _ended(e) if isinstance(e, tuple) else _pending(e) for kind, e in entries if job in (0, kind.job)
     ]
     found += [_running_call(a) for a in _running() if a.kind is not None and job in (0, a.kind.job)]
     return sorted(found, key=lambda call: call.created)

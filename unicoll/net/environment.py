@@ -27,6 +27,7 @@ FLAGS: dict[str, bool | None] = {
     "UNICOLL_MPI_CUDA": None,
     "UNICOLL_NCCL_SHARE_DEVICE": False,
     "UNICOLL_TIMING": False,
+    "UNICOLL_WATCH": False,
 }
 """Variables that mean yes or no, and their defaults; with None the value is detected."""
 

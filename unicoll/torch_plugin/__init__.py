@@ -11,7 +11,8 @@ Importing this package registers them::
 ``init_process_group`` then takes rank, world size and address from every launcher that unicoll supports. The package
 needs torch 2.6 or newer, and logs a warning for a version newer than the tested ones. :func:`enable_mpi` makes
 ``init_process_group("mpi")`` work if torch was built without MPI; :func:`explain` reports the chosen backends.
-:func:`torch_group` gives torch's group over a group of unicoll's functions.
+:func:`torch_group` gives torch's group over a group of unicoll's functions. :func:`watch` diagnoses the groups of any
+other backend.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 from unicoll.torch_plugin.compat import warn_of_untested
 from unicoll.torch_plugin.group import TorchProcessGroup as ProcessGroupUnicoll
 from unicoll.torch_plugin.register import enable_mpi, explain, register
+from unicoll.torch_plugin.watcher import watch
 from unicoll.torch_plugin.wrapped_group import torch_group
 
-__all__ = ["ProcessGroupUnicoll", "enable_mpi", "explain", "register", "torch_group"]
+__all__ = ["ProcessGroupUnicoll", "enable_mpi", "explain", "register", "torch_group", "watch"]
 
 warn_of_untested(torch.__version__)
 register()

@@ -131,7 +131,7 @@ def is_profiling() -> bool:
     return torch.autograd._profiler_enabled()  # type: ignore[no-any-return]
 
 
-def _replace(name: str, made: Callable[[Any], Any]) -> None:
+def replace(name: str, made: Callable[[Any], Any]) -> None:
     """Replace a function of torch.distributed, where this version has it, by ``made(function)``, once."""
     torchs = getattr(c10d, name, None)
     if torchs is None or getattr(torchs, "dispatches_unicoll", False):
@@ -178,9 +178,9 @@ def dispatch(cls: type[Any]) -> None:
             lambda pg, *args, **options: method(pg) if isinstance(pg, cls) else torchs(pg, *args, **options)
         )
 
-    _replace("monitored_barrier", barrier)
-    _replace("batch_isend_irecv", batch)
-    _replace("_get_split_source", calling(lambda pg: pg.skip_split()))
-    _replace("_shutdown_backend", calling(lambda pg: pg.shutdown()))
-    _replace("_abort_backend", calling(lambda pg: pg.abort()))
-    _replace("_maybe_attach_flight_recorder", calling(lambda pg: None))
+    replace("monitored_barrier", barrier)
+    replace("batch_isend_irecv", batch)
+    replace("_get_split_source", calling(lambda pg: pg.skip_split()))
+    replace("_shutdown_backend", calling(lambda pg: pg.shutdown()))
+    replace("_abort_backend", calling(lambda pg: pg.abort()))
+    replace("_maybe_attach_flight_recorder", calling(lambda pg: None))

@@ -1,0 +1,161 @@
+"""Groups of torch's own Gloo, watched: what hangs or fails is named on all ranks, and good programs are not accused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.order import await_true
+from tests.support.programs import python
+from tests.support.ranks import ROOT, environment, reserved_port
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+PROGRAM = Path(__file__).parent / "watch_program.py"
+
+
+class Processes:
+    """The ranks of a program, each with files for its output."""
+
+    def __init__(
+        self, size: int, folder: Path, port: int, words: list[str], variables: dict[str, str]
+    ) -> None:
+        self.files = [(folder / f"out{rank}", folder / f"err{rank}") for rank in range(size)]
+        self.popens = []
+        for rank, (out, err) in enumerate(self.files):
+            env = environment(
+                {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                    "PYTHONPATH": str(ROOT),
+                    "UNICOLL_STALL_WARNING": "1",
+                    **variables,
+                }
+            )
+            with out.open("w") as stdout, err.open("w") as stderr:
+                call = [sys.executable, str(PROGRAM), *words]
+                self.popens.append(subprocess.Popen(call, env=env, stdout=stdout, stderr=stderr))
+
+    def out(self, rank: int) -> str:
+        return self.files[rank][0].read_text()
+
+    def err(self, rank: int) -> str:
+        return self.files[rank][1].read_text()
+
+    def all_errors(self) -> str:
+        return "".join(map(self.err, range(len(self.files))))
+
+    def await_text(self, rank: int | None, pattern: str) -> None:
+        """Wait until a rank's standard error, or that of any rank, has a pattern."""
+
+        def is_there() -> bool:
+            found = re.search(pattern, self.all_errors() if rank is None else self.err(rank))
+            return found is not None
+
+        try:
+            await_true(is_there)
+        except AssertionError:
+            pytest.fail(f"not found: {pattern}\n{self.all_errors()}")
+
+
+@contextmanager
+def program(size: int, folder: Path, *words: str, **variables: str) -> Iterator[Processes]:
+    with reserved_port() as port:
+        made = Processes(size, folder, port, [*words], variables)
+        try:
+            yield made
+        finally:
+            for popen in made.popens:
+                popen.kill()
+                popen.wait()
+
+
+LINE = r"at \S*watch_program\.py:\d+"
+REDUCE = r"all_reduce\(float32\[3\], SUM\) #\d+ on group '0'"
+WAITS = rf"{REDUCE} {LINE} has waited \d+ s; arrived: ranks? .*; missing: rank 1 \(host \S+, pid PID\): "
+FAULTS = {
+    # what rank 1 does: what one rank logs, or if it is certain, all ranks but those that have ended
+    "sleeps": (False, rf"{WAITS}not in a collective of this group; is {LINE}"),
+    "stopped": (False, rf"{WAITS}sends no report \(the process is stopped"),
+    "trains": (
+        False,
+        rf"torch's C\+\+ code has started #\d+ on group '0' {LINE} has waited \d+ s; arrived: .*; missing: rank 1 .*"
+        rf": not in a collective of this group; is {LINE}",
+    ),
+    "receives": (
+        False,
+        rf"recv\(float32\[3\], peer=1, tag=0\).* {LINE} has waited \d+ s; rank 1 .*not in a coll",
+    ),
+    "killed": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) died: its process ended"),
+    "exits": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
+    "raises": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) ended with ValueError: bad batch"),
+    "other group": (
+        True,
+        r"deadlock: \d ranks wait for each other in a cycle:\n"
+        rf"(.*\n)*  rank 1 \(host \S+, pid PID\): broadcast\(float32\[3\], root=0\) #1 on group '\d' {LINE} waits for",
+    ),
+}
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_rank_that_does_something_else_is_named(fault: str, size: int, tmp_path: Path) -> None:
+    is_certain, pattern = FAULTS[fault]
+    with program(size, tmp_path, fault, UNICOLL_WATCH="1") as ranks:
+        pattern = pattern.replace("PID", str(ranks.popens[1].pid))
+        if not is_certain:
+            ranks.await_text(None, pattern)
+        for rank in range(size) if is_certain else ():
+            if rank != 1 or fault == "other group":
+                ranks.await_text(rank, pattern)
+
+
+def test_the_error_of_torch_has_the_cause(tmp_path: Path) -> None:
+    with program(2, tmp_path, "raises", "watch") as ranks:
+        assert ranks.popens[0].wait(100)
+        if sys.version_info >= (3, 11):
+            assert re.search(r"unicoll: .* ended with ValueError: bad batch\n", ranks.err(0))
+        assert "unicoll" not in ranks.err(1).replace("unicoll/torch_plugin", "")
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("how", ["call", "environment"])
+def test_a_good_program_logs_nothing_and_its_calls_are_recorded(how: str, tmp_path: Path) -> None:
+    dumps = tmp_path / "dumps"
+    by_call, variables = (["watch"], {}) if how == "call" else ([], {"UNICOLL_WATCH": "1"})
+    with program(3, tmp_path, "none", *by_call, str(dumps), UNICOLL_STALL_WARNING="60", **variables) as ranks:
+        assert [popen.wait(100) for popen in ranks.popens] == [0, 0, 0], ranks.all_errors()
+        assert ranks.all_errors() == ""
+        left = {ranks.out(rank).splitlines()[-1] for rank in range(3)}
+        assert left == {"left MainThread unicoll-signal unicoll-watch"}
+    report = python("-m", "unicoll.trace", dumps).stdout
+    assert "all calls have completed" in report and "not called" not in report, report
+
+
+def test_a_dump_on_sigusr1_shows_where_the_ranks_are(tmp_path: Path) -> None:
+    variables = {"UNICOLL_WATCH": "1", "UNICOLL_TRACE_DIR": str(tmp_path)}
+    with program(2, tmp_path, "sleeps", **variables) as ranks:
+        ranks.await_text(None, "has waited")
+        for popen in ranks.popens:
+            os.kill(popen.pid, signal.SIGUSR1)
+        for rank in range(2):
+            ranks.await_text(rank, f"rank {rank}: the flight recorder's dump is ")
+    report = python("-m", "unicoll.trace", tmp_path / "torch").stdout
+    assert re.match(
+        r"rank 1 has not called all_reduce #\d+ of group '0' \(float32\[3\], SUM\); rank 0 has ", report
+    )
+    assert re.search(
+        r"started .* watch_program.py:\d+\n +\d+ +1 +not called +watch_program.py:\d+ in hang", report
+    )

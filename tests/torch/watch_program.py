@@ -1,0 +1,94 @@
+"""A program over torch's own Gloo, one process per rank; argument: what rank 1 does in place of the last all_reduce.
+
+With UNICOLL_WATCH=1 the program needs no change; with the word "watch" it calls ``watch()`` itself. A rank that is to
+hang does so until the test ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import unicoll
+
+fault, *words = sys.argv[1:]
+if "watch" in words:
+    from unicoll.torch_plugin import watch
+
+    watch()
+    watch()
+dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+rank, size = dist.get_rank(), dist.get_world_size()
+x = torch.ones(3)
+other = dist.new_group(list(range(size)))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+
+
+def step() -> None:
+    """One step of training; torch's C++ code makes its all_reduce."""
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def await_watched() -> None:
+    """Wait until this rank's groups are watched, which begins on a thread."""
+    while True:
+        try:
+            folder = os.path.dirname(unicoll.dump_flight_recorder())
+        except unicoll.NotInitializedError:
+            time.sleep(0.05)
+        else:
+            return print(f"dump in {folder}", flush=True)
+
+
+def hang() -> None:
+    """Do something else than to communicate."""
+    threading.Event().wait()
+
+
+step()
+dist.all_reduce(x)
+await_watched()
+dist.barrier()
+print("ready", flush=True)
+if rank == 1:
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "exits":
+        sys.exit(3)
+    if fault == "raises":
+        raise ValueError("bad batch")
+    if fault in ("sleeps", "trains"):
+        hang()
+    if fault == "other group":
+        dist.broadcast(x, 0, group=other)
+    if fault == "other shape":
+        x = torch.ones(5)
+if fault == "trains":
+    step()
+elif fault == "receives":
+    dist.recv(x, 1) if rank == 0 else hang()
+elif fault == "none":
+    works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+    for work in works:
+        work.wait()
+    dist.all_gather([torch.empty(2) for _ in range(size)], torch.ones(2))
+    dist.send(x, 1, tag=5) if rank == 0 else dist.recv(x, 0, tag=5) if rank == 1 else None
+    dist.monitored_barrier()
+    dist.all_gather_object([None] * size, {"rank": rank})
+    dist.barrier(group=other)
+    dist.destroy_process_group(other)
+    unicoll.dump_flight_recorder(words[-1])
+    dist.barrier()
+else:
+    dist.all_reduce(x)
+dist.destroy_process_group()
+print("left", *sorted(thread.name for thread in threading.enumerate()), flush=True)

@@ -1,0 +1,91 @@
+"""Base of the backends whose calls the wait monitor observes (:mod:`unicoll.backend.wait_monitor`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import FrameType
+from typing import Protocol, runtime_checkable
+
+from unicoll.backend.call import Call
+from unicoll.backend.contract import Backend, Context
+from unicoll.backend.group_state import GroupState
+from unicoll.backend.operation_errors import Report
+from unicoll.backend.work import HostCompletion
+from unicoll.errors import DistError
+from unicoll.net.control.wait_graph import MessageState
+
+
+@runtime_checkable
+class MessageQueues(Protocol):
+    """An engine of sends and receives that shows which messages are in flight."""
+
+    def needs_peer(self, call: Call) -> bool:
+        """True for a receive of which nothing has come, and for a queued send that needs the receiver to read."""
+
+    def message_state(self, peer: int) -> MessageState:
+        """The state of the messages to and from a member."""
+
+
+class ObservedBackend(Backend):
+    """A backend that shows the wait monitor which calls are in progress, and that fails with its group.
+
+    Args:
+        state: of the group; None makes one.
+
+    Attributes:
+        context: the group.
+        state: its failure and the collective in progress.
+        closed: True once the group is being destroyed.
+    """
+
+    def __init__(self, context: Context, state: GroupState | None = None) -> None:
+        self.context = context
+        self.state = state or GroupState(context)
+        self.state.links = self.links
+        self.closed = False
+
+    @property
+    def error(self) -> DistError | None:
+        """The error that has ended the group, or None."""
+        return self.state.error
+
+    def watch(self) -> None:
+        """Abort this backend when another rank announces that the group failed, and answer the others' questions."""
+        context, control = self.context, self.context.job.control
+        if context.size > 1 and control is not None:
+            control.watch(context.name, context.backend, self.abort, self._report)
+
+    def _report(self) -> Report:
+        self.update()
+        return self.state.report()
+
+    def abort(self, error: Exception) -> None:
+        self.state.abort(error)
+
+    # --- what is in progress ------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Bring :attr:`state` up to date, if the calls do not do that themselves; any thread."""
+
+    def awaited_in(self, frame: FrameType) -> Call | None:
+        """The call that a thread waits for in its innermost frame; None if it is in none of this backend, or if
+        :mod:`unicoll.backend.thread_activity` has it."""
+        return None
+
+    def in_background(self) -> Sequence[HostCompletion]:
+        """The posted batches that have not ended."""
+        return ()
+
+    @property
+    def has_message_callbacks(self) -> bool:
+        """False if no callbacks are attached to messages in flight."""
+        return False
+
+    @property
+    def message_queues(self) -> MessageQueues | None:
+        """The engine of its messages, if that shows which are in flight."""
+        return None
+
+    def links(self) -> str:
+        """This rank's connections that are not acknowledged, and addresses that do not answer; "" if none."""
+        return ""

@@ -1,0 +1,193 @@
+"""Diagnosis of torch.distributed's groups of any backend: :func:`watch`.
+
+The processes of torch's default group join a job of unicoll over torch's store, on a thread. Each group of torch is a
+group of that job whose calls are recorded, not made (:mod:`unicoll.torch_plugin.torch_calls`). So the wait monitor, the
+control plane and the flight recorder's dumps work for it as for unicoll's own groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from unicoll.backend.contract import Job
+from unicoll.bootstrap import flight_dump
+from unicoll.bootstrap.join import join, leave
+from unicoll.errors import DistError, DistNetworkError, DistStoreError, RankLostError
+from unicoll.group.process_group import ProcessGroup
+from unicoll.net import fork_safety, logs
+from unicoll.torch_plugin import torch_calls, watched_backend
+from unicoll.torch_plugin.compat import replace
+from unicoll.torch_plugin.group import TorchProcessGroup
+from unicoll.torch_plugin.stores import TorchStoreLocation
+from unicoll.torch_plugin.torch_calls import TorchGroup
+from unicoll.torch_plugin.torch_job import TorchJob
+from unicoll.torch_plugin.watched_backend import WatchedBackend
+
+log = logs.logger("watch")
+
+_NAME = "torch"
+"""Name of the job."""
+_POLL_S = 0.1
+_JOIN_S = 300.0
+_END_S = 2.0
+"""Seconds for which the end of the program waits for the thread."""
+
+
+def watch() -> None:
+    """Diagnose hangs and failures of every group of torch.distributed, of any backend, present and later.
+
+    Call it on every rank, before or after ``init_process_group``; a second call has no effect. Nothing is sent with
+    torch's groups. Each process then
+
+    * records the last calls of its groups (``UNICOLL_FLIGHT_RECORDER`` of them) with call site and times, and writes
+      them on SIGUSR1, if a group fails and ``UNICOLL_TRACE_DIR`` is set, and on
+      :func:`unicoll.dump_flight_recorder`, for ``python -m unicoll.trace``;
+    * logs a warning when a call waits longer than ``UNICOLL_STALL_WARNING`` seconds, with what the other ranks do;
+    * logs an error when ranks wait for each other in different groups or calls (a deadlock), and when a rank of the
+      group has died.
+
+    Errors are raised by torch alone. Groups of unicoll's backends do all this themselves.
+    """
+    _watcher().start()
+
+
+def _no_world() -> None:
+    """There is no default group."""
+
+
+class Watcher:
+    """The thread that joins the job and makes its groups."""
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+        self._location: TorchStoreLocation | None = None
+        self._world: Callable[[], Any] = _no_world  # torch's default group whose job was joined, or was to be
+        self._made: dict[TorchGroup, ProcessGroup] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start recording and the thread, once."""
+        flight_dump.handle_signal()
+        flight_dump.handle_signal_on_thread()
+        with self._lock:
+            if self._thread is not None:
+                return
+            torch_calls.record()
+            replace("destroy_process_group", self._destroying)
+            self._thread = threading.Thread(target=self._run, name="unicoll-watch", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the thread: a thread in C++ must not outlive the interpreter."""
+        self._closing.set()
+        self._close_store()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+
+    def forget(self) -> None:
+        """A forked child has neither the thread nor torch's groups."""
+        self._thread, self._job, self._location, self._world = None, None, None, _no_world
+        self._lock = threading.Lock()
+        self._made.clear()
+        torch_calls.groups.clear()
+        torch_calls.pending.clear()
+
+    def _destroying(self, torchs: Any) -> Any:
+        """torch's function; for the default group leave the job first, while torch's store can be used."""
+
+        def destroy_process_group(group: Any = None) -> None:
+            if group is None or group is c10d.GroupMember.WORLD:
+                self._close_store()  # this ends an attempt to join
+                with self._lock:
+                    self._leave()
+            torchs(group)
+
+        return destroy_process_group
+
+    def _run(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            try:
+                self._check()
+            except Exception as error:  # the program must not depend on this thread
+                self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        # The program may be ending, on this rank or on another one, whose store is then gone.
+        ends = self._location is None or isinstance(error, RankLostError | DistStoreError)
+        of_store = isinstance(error, DistNetworkError) and error.op is not None
+        level = logging.INFO if ends or of_store else logging.WARNING
+        log.log(level, "torch's groups are not watched: %s", error, exc_info=not isinstance(error, DistError))
+
+    def _check(self) -> None:
+        world = c10d.GroupMember.WORLD
+        with self._lock:
+            begins = world is not self._world()
+            if begins:
+                self._leave()
+                self._world = _no_world if world is None else weakref.ref(world)
+        if begins and world is not None and world.size() > 1 and not isinstance(world, TorchProcessGroup):
+            self._location = location = TorchStoreLocation(c10d._world.pg_map[world][1])
+            rank, size = world.rank(), world.size()
+            del world  # the thread must not keep it alive
+            made = watched_backend.choices("torch")
+            job = join(made, None, rank, size, location, _JOIN_S, _JOIN_S, _NAME)
+            with self._lock:
+                if self._location is location:
+                    self._job = job
+                else:
+                    leave(job)
+        with self._lock:
+            if self._job is not None and not self._job.exiting:
+                self._update_groups(self._job)
+
+    def _close_store(self) -> None:
+        location, self._location = self._location, None
+        if location is not None:
+            location.close()
+
+    def _update_groups(self, job: Job) -> None:
+        """Make the groups that torch has made, and close those that it has destroyed."""
+        for pg in [*c10d._world.pg_map]:
+            group = None if isinstance(pg, TorchProcessGroup) else torch_calls.find(pg)
+            if group is not None and group not in self._made:
+                self._made[group] = self._make(job, group)
+        del pg
+        for group in [*self._made]:
+            pg = group.pg()
+            if pg is None or pg not in c10d._world.pg_map:
+                made = self._made.pop(group)
+                made.close()
+                job.groups.remove(made)
+
+    def _make(self, job: Job, group: TorchGroup) -> ProcessGroup:
+        choices = watched_backend.choices(group.backend_name)
+        made = TorchJob(job).make(group.name, group.ranks, choices, None, group.desc, None)
+        backend = made.backends[0]
+        assert isinstance(backend, WatchedBackend)
+        backend.observe(group)
+        return made
+
+    def _leave(self) -> None:
+        job, self._job = self._job, None
+        self._made.clear()
+        torch_calls.groups.clear()
+        if job is not None:
+            leave(job)
+
+
+@cache
+def _watcher() -> Watcher:
+    watcher = Watcher()
+    fork_safety.in_child(watcher.forget)
+    return watcher
