@@ -98,6 +98,10 @@ FAULTS = {
         rf"recv\(float32\[3\], peer=1, tag=0\).* {LINE} has waited \d+ s; rank 1 .*not in a coll",
     ),
     "killed": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) died: its process ended"),
+    "killed in training": (
+        True,
+        r"rank \d: a collective that torch's C\+\+ code has started #\d+ on group '0': rank 1 \(.*\) died: its process",
+    ),
     "exits": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
     "raises": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) ended with ValueError: bad batch"),
     "other group": (
@@ -141,7 +145,8 @@ def test_a_good_program_logs_nothing_and_its_calls_are_recorded(how: str, tmp_pa
         left = {ranks.out(rank).splitlines()[-1] for rank in range(3)}
         assert left == {"left MainThread unicoll-signal unicoll-watch"}
     report = python("-m", "unicoll.trace", dumps).stdout
-    assert "all calls have completed" in report and "not called" not in report, report
+    assert "all calls have completed" in report, report
+    assert "not called" not in report, report
 
 
 def test_a_dump_on_sigusr1_shows_where_the_ranks_are(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ await_watched()
 dist.barrier()
 print("ready", flush=True)
 if rank == 1:
-    if fault == "killed":
+    if fault in ("killed", "killed in training"):
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -72,7 +72,7 @@ if rank == 1:
         dist.broadcast(x, 0, group=other)
     if fault == "other shape":
         x = torch.ones(5)
-if fault == "trains":
+if fault in ("trains", "killed in training"):
     step()
 elif fault == "receives":
     dist.recv(x, 1) if rank == 0 else hang()

@@ -16,7 +16,7 @@ from unicoll.backend.observed_backend import ObservedBackend
 from unicoll.backend.operation_errors import Report
 from unicoll.backend.ops import OPS
 from unicoll.backend.thread_frames import ThreadFrames
-from unicoll.errors import BackendUnavailableError
+from unicoll.errors import BackendUnavailableError, DistError, RankLostError
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.net import logs
 from unicoll.torch_plugin import torch_calls
@@ -36,7 +36,19 @@ class _Logged:
     """The failures that this process has logged in a job."""
 
     def __init__(self) -> None:
-        self.texts: set[str] = set()
+        self._lost: set[int | None] = set()
+        self._texts: set[str] = set()
+
+    def contains(self, error: DistError) -> bool:
+        """True for an error that was logged: several groups fail because of one deadlock or one lost rank."""
+        if isinstance(error, RankLostError) and error.rank in self._lost:
+            return True
+        if str(error) in self._texts:
+            return True
+        if isinstance(error, RankLostError):
+            self._lost.add(error.rank)
+        self._texts.add(str(error))
+        return False
 
     def close(self) -> None:
         """There is nothing to release."""
@@ -104,35 +116,46 @@ class WatchedBackend(ObservedBackend):
 
     def _torch_raised(self, call: TorchCall, error: BaseException) -> None:
         """torch has raised an error in the wait for a call: find out whether a rank has ended."""
+        if isinstance(error, RuntimeError):
+            lost = self._lost_error(call.watched_call)
+            if lost is not None:
+                self.state.announce(lost)
+            if self.state.error is not None:
+                add_note = getattr(error, "add_note", lambda text: None)  # from Python 3.11 on
+                add_note(f"unicoll: {self.state.error}")
+
+    def _lost_error(self, call: Call) -> RankLostError | None:
+        """The error of a call because a member has ended, after waiting for the notice of that; None if none has."""
         context, control = self.context, self.context.job.control
-        if control is None or not isinstance(error, RuntimeError):
-            return
         deadline = time.monotonic() + _NOTICE_S
-        while self.state.error is None:
+        while control is not None and self.state.error is None:
             lost = operation_errors.first_dead_member(context)
             if lost is None:
                 lost = operation_errors.first_member_that_left(context)
             if lost is not None:
-                why = control.departed[lost]
                 member = context.ranks.index(lost)
-                self.state.announce(operation_errors.rank_lost_error(context, call.watched_call, member, why))
-            elif time.monotonic() >= deadline:
-                return
-            else:
-                time.sleep(_TICK_S)
-        add_note = getattr(error, "add_note", None)  # from Python 3.11 on
-        if add_note is not None:
-            add_note(f"unicoll: {self.state.error}")
+                return operation_errors.rank_lost_error(context, call, member, control.departed[lost])
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_TICK_S)
+        return None
 
     def abort(self, error: Exception) -> None:
-        is_first, job = self.state.error is None, self.context.job
-        super().abort(error)
-        if is_first and not (self.closed or job.exiting):
-            text = str(self.state.error)
-            logged = job.shared("logged failures of torch's groups", _Logged)
-            if text not in logged.texts:  # a deadlock fails several groups
-                logged.texts.add(text)
-                log.error("rank %d: %s", job.rank, text)
+        job, cause = self.context.job, self.context.job.error
+        if not job.exiting:
+            is_first = self.state.error is None
+            super().abort(error)
+            if is_first and not self.closed:
+                self._log(self.state.error)
+        elif isinstance(cause, RuntimeError) and self._group is not None:
+            # The program ends with an error of torch, maybe of a collective that torch's C++ code has made.
+            self._log(self._lost_error(UnrecordedCall(self._group, self.sequence, "")))
+
+    def _log(self, error: DistError | None) -> None:
+        job = self.context.job
+        logged = job.shared("logged failures of torch's groups", _Logged)
+        if error is not None and not logged.contains(error):
+            log.error("rank %d: %s", job.rank, error)
 
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
         raise BackendUnavailableError(
