@@ -77,7 +77,7 @@ def _watch_with_first_group(c10d: Any) -> None:
                 watch()
         except Exception as error:  # the program must not depend on it
             logs.logger("watch").warning("UNICOLL_WATCH: torch's groups are not watched: %s", error)
-        return torchs_helper(*args, **options)
+        return c10d._new_process_group_helper(*args, **options)  # watch() may have replaced it
 
     c10d._new_process_group_helper = helper
 

@@ -78,6 +78,7 @@ def find_blocked_calls(backends: Sequence[ObservedBackend]) -> tuple[list[Blocke
     blocked: set[int | None] = set()
     joining: list[threading.Thread] = []
     of_future = ignored = False
+    through_torch = any(backend.called_from_torch for backend in backends)
     all_blocked = not any(signal.getitimer(timer)[0] for timer in _TIMERS)
     with ThreadFrames() as frames:
         del frames[threading.get_ident()]  # a reference to the own frame would keep everything here alive
@@ -100,7 +101,7 @@ def find_blocked_calls(backends: Sequence[ObservedBackend]) -> tuple[list[Blocke
                 blocked.add(ident)
             elif _is_idle(frame):
                 continue
-            elif _cannot_call(thread, frame):
+            elif _cannot_call(thread, frame, through_torch):
                 ignored = True
             else:
                 all_blocked = False
@@ -197,11 +198,13 @@ def _is_idle(top: FrameType) -> bool:
     return (top.f_globals.get("__name__"), top.f_code.co_name) in _IDLE
 
 
-def _cannot_call(thread: threading.Thread | None, top: FrameType) -> bool:
-    """True for a thread that does not call unicoll, as far as its stack shows."""
+def _cannot_call(thread: threading.Thread | None, top: FrameType, through_torch: bool) -> bool:
+    """True for a thread that does not call unicoll, or torch if that leads to calls, as far as its stack shows."""
     if thread is not None and not thread.daemon:
         return False
     for frame in outwards(top):
+        if through_torch and _package(frame) not in LIBRARY_PACKAGES:
+            return False  # most modules of a program with torch can call torch.distributed
         names = frame.f_globals
         if names.get("__name__") == "__main__" or any(_is_ours(value) for value in [*names.values()]):
             return False

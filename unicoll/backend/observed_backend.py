@@ -38,6 +38,9 @@ class ObservedBackend(Backend):
         closed: True once the group is being destroyed.
     """
 
+    called_from_torch = False
+    """True if the program makes the calls by functions of torch."""
+
     def __init__(self, context: Context, state: GroupState | None = None) -> None:
         self.context = context
         self.state = state or GroupState(context)

@@ -267,13 +267,20 @@ def _close_pipe() -> None:
 
 def _restore_signal() -> None:
     in_main_thread = threading.current_thread() is threading.main_thread()
+    if _pipe is not None:
+        return  # there may be a job again
     if in_main_thread and signal.getsignal(signal.SIGUSR1) is _on_signal:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 def _on_signal(_number: int, _frame: FrameType | None) -> None:
-    if _pipe is None:
-        _dump_on_signal()
+    if _pipe is not None:
+        before = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+        if before == _pipe[1]:
+            return  # the thread has read it
+        if before != -1:  # the program's own, asyncio's for example
+            signal.set_wakeup_fd(before)
+    _dump_on_signal()
 
 
 def _dump_on_signal() -> None:
@@ -285,11 +292,12 @@ def _dump_on_signal() -> None:
 
 def _forget() -> None:
     """A forked child is not a member of its parent's job."""
+    was_open = bool(_open or _pipe)
     if _pipe is not None:
         signal.set_wakeup_fd(-1)
         _close_pipe()
-    if _open:
-        _open.clear()
+    _open.clear()
+    if was_open:
         _restore_signal()
 
 

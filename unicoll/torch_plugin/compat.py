@@ -10,8 +10,9 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +130,20 @@ def is_awaited() -> bool:
 def is_profiling() -> bool:
     """True if a profiler is on, so that operations are recorded."""
     return torch.autograd._profiler_enabled()  # type: ignore[no-any-return]
+
+
+def compile_not(code: CodeType) -> None:
+    """Have torch.compile execute a function as it is, where it is called by a compiled one.
+
+    The functions of ``torch._dynamo`` that do this take a second to import.
+    """
+    dynamo: Any = torch._C._dynamo.eval_frame
+    with suppress(AttributeError, TypeError):
+        if hasattr(dynamo, "skip_code"):  # 2.6
+            dynamo.skip_code(code)
+        else:
+            skip = dynamo._FrameAction.SKIP
+            dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
 
 
 def replace(name: str, made: Callable[[Any], Any]) -> None:

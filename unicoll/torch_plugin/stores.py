@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,23 +20,35 @@ from unicoll.net.stores.base import Timeout, Value, seconds_of
 from unicoll.net.timeouts import backoff
 
 _MIN_POLL_S, _MAX_POLL_S = 0.002, 0.05
+_CLOSE_S = 0.5
+"""Seconds for which closing waits for a request in progress."""
 
 
 class TorchBackedStore(Store):
     """A unicoll store over torch's store. It raises unicoll's errors, and its ``wait`` does not block other threads.
 
     A client of torch's TCPStore handles one request at a time, so ``wait`` polls.
+
+    Args:
+        keep: False if torch alone keeps the store alive. The server of a TCPStore serves later default groups of torch,
+            too, as long as it is alive, and torch would then find the addresses of the group before.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, keep: bool = True) -> None:
+        self._store: Callable[[], Any] = (lambda: store) if keep else weakref.ref(store)
         self._timeout = store.timeout.total_seconds()
+        self._lock = threading.Lock()  # once it is closed, no request is in progress
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        if self._store is None:
+        with self._lock:
+            return self._locked_call(method, arguments)
+
+    def _locked_call(self, method: str, arguments: Sequence[Any]) -> Any:
+        store = self._store()
+        if store is None:
             raise DistStoreError("torch's store is closed: the job has ended", op=method)
         try:
-            return getattr(self._store, method)(*arguments)
+            return getattr(store, method)(*arguments)
         except dist.DistNetworkError as e:
             raise DistNetworkError(f"torch's store: {e}", op=method) from e
         except RuntimeError as e:  # torch's DistStoreError, or in older versions a lost connection
@@ -76,7 +90,15 @@ class TorchBackedStore(Store):
         return int(self._call("num_keys"))
 
     def close(self) -> None:
-        self._store = None
+        """Refuse later requests; one that the store does not answer is not waited for."""
+        acquired = self._lock.acquire(timeout=_CLOSE_S)
+        self._store = _closed
+        if acquired:
+            self._lock.release()
+
+
+def _closed() -> None:
+    """There is no store."""
 
 
 def _text(value: Value) -> str:
@@ -139,13 +161,15 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
 
 
 class TorchStoreLocation(StoreLocation):
-    """Rendezvous in a store of torch."""
+    """Rendezvous in a store of torch; ``keep`` as for :class:`TorchBackedStore`."""
 
     warns = True  # a torch store accepts every connection, and users of torch expect no warning
 
-    def __init__(self, store: Any) -> None:
-        self._store: TorchBackedStore = TorchBackedStore(store)
-        inner = self._inner = innermost(store)
+    def __init__(self, store: Any, keep: bool = True) -> None:
+        self._store: TorchBackedStore = TorchBackedStore(store, keep)
+        inner = innermost(store)
+        of_job = isinstance(inner, UnicollBackedStore) and inner.rendezvous.trusted
+        self._is_private = of_job or isinstance(inner, dist.HashStore)
         self.address = type(inner).__name__
         if isinstance(inner, dist.TCPStore):
             self.master_host = inner.host
@@ -160,13 +184,9 @@ class TorchStoreLocation(StoreLocation):
         return self._store
 
     def private(self) -> bool:
-        inner = self._inner
-        return isinstance(inner, dist.HashStore) or (
-            isinstance(inner, UnicollBackedStore) and inner.rendezvous.trusted
-        )
+        return self._is_private
 
     def close(self, linger: bool = False) -> None:
-        self._inner = None
         self._store.close()
 
 

@@ -60,6 +60,7 @@ class WatchedBackend(ObservedBackend):
     name: ClassVar[str] = "torch"
     caps: ClassVar[Caps] = Caps(frozenset({"cpu"}), frozenset(OPS))
     compares: ClassVar[bool] = True
+    called_from_torch = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -86,10 +87,10 @@ class WatchedBackend(ObservedBackend):
         if collectives:
             state.call = collectives[0].watched_call
             return
-        if last is not None and not last.is_message:
+        if last is not None:
             state.last = last.seq, last.kind
         newest = group.newest.seq if group.newest is not None else 0
-        state.call = self._unrecorded(group) if self.sequence > newest else None
+        state.call = self._unrecorded(group) if group.is_numbered and self.sequence > newest else None
 
     def _unrecorded(self, group: TorchGroup) -> Call | None:
         """The last collective, which torch has started in C++, if the main thread is in torch; else None."""
@@ -109,6 +110,11 @@ class WatchedBackend(ObservedBackend):
         report = super()._report()
         report["seq"] = self.sequence  # torch may have several calls in progress
         return report
+
+    @property
+    def has_message_callbacks(self) -> bool:
+        group = self._group
+        return group is not None and any(call.has_callbacks for call in torch_calls.pending_calls(group))
 
     def awaited_in(self, frame: FrameType) -> Call | None:
         call = torch_calls.awaited_in(frame)
@@ -147,8 +153,8 @@ class WatchedBackend(ObservedBackend):
             super().abort(error)
             if is_first and not self.closed:
                 self._log(self.state.error)
-        elif isinstance(cause, RuntimeError) and self._group is not None:
-            # The program ends with an error of torch, maybe of a collective that torch's C++ code has made.
+        elif self._group is not None and _is_of_collective(cause):
+            # torch's C++ code may have made it
             self._log(self._lost_error(UnrecordedCall(self._group, self.sequence, "")))
 
     def _log(self, error: DistError | None) -> None:
@@ -174,6 +180,15 @@ class WatchedBackend(ObservedBackend):
         if self.context.job.control is not None:
             self.context.job.control.unwatch(self.context.name, self.context.backend)
         self.state.close()
+
+
+def _is_of_collective(error: BaseException | None) -> bool:
+    """True for an error that torch has raised in torch.distributed, or in a backward pass."""
+    traceback, module = error.__traceback__ if isinstance(error, RuntimeError) else None, ""
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        traceback = traceback.tb_next
+    return module.startswith(("torch.distributed", "torch.autograd", "torch.nn.parallel"))
 
 
 @cache

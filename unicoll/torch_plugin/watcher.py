@@ -11,7 +11,6 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -59,19 +58,17 @@ def watch() -> None:
     _watcher().start()
 
 
-def _no_world() -> None:
-    """There is no default group."""
-
-
 class Watcher:
     """The thread that joins the job and makes its groups."""
 
     def __init__(self) -> None:
         self._job: Job | None = None
         self._location: TorchStoreLocation | None = None
-        self._world: Callable[[], Any] = _no_world  # torch's default group whose job was joined, or was to be
+        self._world: weakref.ref[Any] | None = (
+            None  # torch's default group whose job was joined, or was to be
+        )
         self._made: dict[TorchGroup, ProcessGroup] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may destroy groups, too
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -84,6 +81,7 @@ class Watcher:
                 return
             torch_calls.record()
             replace("destroy_process_group", self._destroying)
+            replace("_new_process_group_helper", self._making)
             self._thread = threading.Thread(target=self._run, name="unicoll-watch", daemon=True)
             self._thread.start()
             atexit.register(self.close)
@@ -97,8 +95,8 @@ class Watcher:
 
     def forget(self) -> None:
         """A forked child has neither the thread nor torch's groups."""
-        self._thread, self._job, self._location, self._world = None, None, None, _no_world
-        self._lock = threading.Lock()
+        self._thread, self._job, self._location, self._world = None, None, None, None
+        self._lock = threading.RLock()
         self._made.clear()
         torch_calls.groups.clear()
         torch_calls.pending.clear()
@@ -108,12 +106,35 @@ class Watcher:
 
         def destroy_process_group(group: Any = None) -> None:
             if group is None or group is c10d.GroupMember.WORLD:
-                self._close_store()  # this ends an attempt to join
-                with self._lock:
-                    self._leave()
+                try:
+                    with self._lock:
+                        world = c10d.GroupMember.WORLD
+                        self._world = (
+                            None if world is None else weakref.ref(world)
+                        )  # not to be joined any more
+                        self._close_store()  # this ends an attempt to join
+                        self._leave()
+                except Exception as error:  # the program must not depend on it
+                    self._warn(error)
             torchs(group)
 
         return destroy_process_group
+
+    def _making(self, torchs: Any) -> Any:
+        """torch's function that makes a group, whose calls are recorded from the first one on."""
+
+        def _new_process_group_helper(*args: Any, **options: Any) -> Any:
+            made = torchs(*args, **options)
+            try:
+                pg, world = made[0], c10d._world
+                if pg in world.pg_map:
+                    desc = str(getattr(pg, "group_desc", ""))
+                    torch_calls.add(pg, world.pg_names[pg], desc, world.pg_backend_config[pg])
+            except Exception as error:  # the program must not depend on it
+                self._warn(error)
+            return made
+
+        return _new_process_group_helper
 
     def _run(self) -> None:
         while not self._closing.wait(_POLL_S):
@@ -130,16 +151,10 @@ class Watcher:
         log.log(level, "torch's groups are not watched: %s", error, exc_info=not isinstance(error, DistError))
 
     def _check(self) -> None:
-        world = c10d.GroupMember.WORLD
         with self._lock:
-            begins = world is not self._world()
-            if begins:
-                self._leave()
-                self._world = _no_world if world is None else weakref.ref(world)
-        if begins and world is not None and world.size() > 1 and not isinstance(world, TorchProcessGroup):
-            self._location = location = TorchStoreLocation(c10d._world.pg_map[world][1])
-            rank, size = world.rank(), world.size()
-            del world  # the thread must not keep it alive
+            found = self._new_world()
+        if found is not None:
+            rank, size, location = found
             made = watched_backend.choices("torch")
             job = join(made, None, rank, size, location, _JOIN_S, _JOIN_S, _NAME)
             with self._lock:
@@ -151,6 +166,19 @@ class Watcher:
             if self._job is not None and not self._job.exiting:
                 self._update_groups(self._job)
 
+    def _new_world(self) -> tuple[int, int, TorchStoreLocation] | None:
+        """Rank, size and store of torch's default group, if there is another one than before that is to be watched."""
+        world = c10d.GroupMember.WORLD
+        if self._world is None if world is None else self._world is not None and self._world() is world:
+            return None
+        self._close_store()
+        self._leave()
+        self._world = None if world is None else weakref.ref(world)
+        if world is None or world.size() < 2 or isinstance(world, TorchProcessGroup):
+            return None
+        self._location = TorchStoreLocation(c10d._world.pg_map[world][1], keep=False)
+        return world.rank(), world.size(), self._location
+
     def _close_store(self) -> None:
         location, self._location = self._location, None
         if location is not None:
@@ -158,17 +186,16 @@ class Watcher:
 
     def _update_groups(self, job: Job) -> None:
         """Make the groups that torch has made, and close those that it has destroyed."""
-        for pg in [*c10d._world.pg_map]:
-            group = None if isinstance(pg, TorchProcessGroup) else torch_calls.find(pg)
-            if group is not None and group not in self._made:
+        found = [torch_calls.find(pg) for pg in [*c10d._world.pg_map]]
+        groups = [group for group in found if group is not None and group.ranks]
+        for group in groups:
+            if group not in self._made:
                 self._made[group] = self._make(job, group)
-        del pg
-        for group in [*self._made]:
-            pg = group.pg()
-            if pg is None or pg not in c10d._world.pg_map:
-                made = self._made.pop(group)
-                made.close()
-                job.groups.remove(made)
+        for group in self._made.keys() - set(groups):
+            made = self._made.pop(group)
+            made.close()
+            job.groups.remove(made)
+        torch_calls.forget_destroyed()
 
     def _make(self, job: Job, group: TorchGroup) -> ProcessGroup:
         choices = watched_backend.choices(group.backend_name)
@@ -181,7 +208,6 @@ class Watcher:
     def _leave(self) -> None:
         job, self._job = self._job, None
         self._made.clear()
-        torch_calls.groups.clear()
         if job is not None:
             leave(job)
 
