@@ -149,6 +149,12 @@ def test_a_good_program_logs_nothing_and_its_calls_are_recorded(how: str, tmp_pa
     assert "not called" not in report, report
 
 
+def test_the_default_group_can_be_made_again(tmp_path: Path) -> None:
+    with program(3, tmp_path, "again", str(tmp_path / "destroyed"), UNICOLL_WATCH="1") as ranks:
+        assert [popen.wait(100) for popen in ranks.popens] == [0, 0, 0], ranks.all_errors()
+        assert ranks.all_errors() == ""
+
+
 def test_a_dump_on_sigusr1_shows_where_the_ranks_are(tmp_path: Path) -> None:
     variables = {"UNICOLL_WATCH": "1", "UNICOLL_TRACE_DIR": str(tmp_path)}
     with program(2, tmp_path, "sleeps", **variables) as ranks:

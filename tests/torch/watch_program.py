@@ -27,6 +27,28 @@ if "watch" in words:
 dist.init_process_group("gloo", timeout=timedelta(minutes=10))
 rank, size = dist.get_rank(), dist.get_world_size()
 x = torch.ones(3)
+
+
+def begin_again(number: int) -> None:
+    """Make torch's default group again: it hangs if something keeps rank 0's store, with the last addresses, alive."""
+    dist.destroy_process_group()
+    destroyed = f"{words[-1]}.{number}"
+    if rank == 0:
+        open(destroyed, "w").close()
+    while not os.path.exists(destroyed):
+        time.sleep(0.01)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    dist.all_reduce(x)
+
+
+if fault == "again":
+    dist.all_reduce(x)
+    for number in range(6):
+        dist.barrier()
+        begin_again(number)
+        time.sleep(number / 40)  # the thread that joins may be anywhere
+    print("left", flush=True)
+    os._exit(0)
 other = dist.new_group(list(range(size)))
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 
@@ -45,18 +67,6 @@ def await_watched() -> None:
             time.sleep(0.05)
         else:
             return print(f"dump in {folder}", flush=True)
-
-
-def begin_again(number: int) -> None:
-    """Make torch's default group again. torch finds the last addresses if something keeps rank 0's store alive."""
-    dist.destroy_process_group()
-    destroyed = f"{words[-1]}.{number}"
-    if rank == 0:
-        open(destroyed, "w").close()
-    while not os.path.exists(destroyed):
-        time.sleep(0.01)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    dist.all_reduce(x)
 
 
 @torch.compile(backend="eager")
@@ -109,10 +119,6 @@ elif fault == "none":
     dist.destroy_process_group(other)
     unicoll.dump_flight_recorder(words[-1])
     assert compiled(torch.ones(2)).tolist() == [2 * size + 1.0] * 2
-    for number in range(6):
-        dist.barrier()
-        begin_again(number)
-        time.sleep(number / 40)  # the thread that joins may be anywhere
     dist.barrier()
 else:
     dist.all_reduce(x)
