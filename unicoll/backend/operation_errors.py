@@ -254,8 +254,8 @@ def log_stall(context: Context, call: Call, seconds: float, links: str) -> None:
     else:
         reports = _request_reports(context)
         arrived, absent = _arrived_and_absent(context, call, reports)
-        left = context.job.control.left if context.job.control is not None else set()
-        if call.presumed and left.issuperset(absent):
+        control = context.job.control
+        if call.presumed and (control is None or control.left.issuperset(absent)):
             return
         more = ", ..." if len(arrived) > _SHOWN else ""
         text += f"; arrived: {_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}{more}"
