@@ -16,6 +16,7 @@ import pytest
 from tests.support.order import await_true
 from tests.support.programs import python
 from tests.support.ranks import ROOT, environment, reserved_port
+from unicoll.errors import DistArgumentError
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -84,6 +85,10 @@ def program(size: int, folder: Path, *words: str, **variables: str) -> Iterator[
 LINE = r"at \S*watch_program\.py:\d+"
 REDUCE = r"all_reduce\(float32\[3\], SUM\) #\d+ on group '0'"
 WAITS = rf"{REDUCE} {LINE} has waited \d+ s; arrived: ranks? .*; missing: rank 1 \(host \S+, pid PID\): "
+DIFFER = r"the calls #\d+ of the ranks of group '0' differ:\n"
+MINE = rf"  rank.*: all_reduce\(float32\[3\], SUM\) {LINE}\n"
+RANK_1 = r"  rank 1 \(host \S+, pid PID\): "
+CYCLE = r"deadlock: \d ranks wait for each other in a cycle:\n(.*\n)*"
 FAULTS = {
     # what rank 1 does: what one rank logs, or if it is certain, all ranks but those that have ended
     "sleeps": (False, rf"{WAITS}not in a collective of this group; is {LINE}"),
@@ -103,18 +108,34 @@ FAULTS = {
         r"rank \d: a collective that torch's C\+\+ code has started #\d+ on group '0': rank 1 \(.*\) died: its process",
     ),
     "exits": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
+    "leaves": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
     "raises": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) ended with ValueError: bad batch"),
+    "other shape": (False, rf"{DIFFER}(.*\n)*{RANK_1}all_reduce\(float32\[5\], SUM\) {LINE}"),
+    "other type": (False, rf"{DIFFER}(.*\n)*{RANK_1}all_reduce\(float64\[3\], SUM\) {LINE}"),
+    "other order": (True, rf"{DIFFER}{MINE}{RANK_1}broadcast\(float32\[3\], root=0\) {LINE}"),
+    "skips": (
+        True,
+        rf"{DIFFER}  rank.*: barrier\(\) {LINE}\n{RANK_1}broadcast\(float32\[3\], root=0\) {LINE}",
+    ),
+    "messages": (
+        True,
+        rf"{CYCLE}{RANK_1}recv\(float32\[3\], peer=\d, tag=7\) on group '0' {LINE} waits for rank \d",
+    ),
     "other group": (
         True,
-        r"deadlock: \d ranks wait for each other in a cycle:\n"
-        rf"(.*\n)*  rank 1 \(host \S+, pid PID\): broadcast\(float32\[3\], root=0\) #1 on group '\d' {LINE} waits for",
+        rf"{CYCLE}{RANK_1}broadcast\(float32\[3\], root=0\) #1 on group '\d' {LINE} waits for rank \d",
     ),
 }
+BLOCKED = ("other group", "messages")
+"""Faults after which rank 1 is blocked in torch, too."""
+DIES = ("other shape", "other type")
+"""Faults after which Gloo ends the process of the rank with the smaller array: of two ranks none remains to compare."""
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "size"), [(fault, size) for fault in FAULTS for size in (2, 4) if size > 2 or fault not in DIES]
+)
 def test_the_rank_that_does_something_else_is_named(fault: str, size: int, tmp_path: Path) -> None:
     is_certain, pattern = FAULTS[fault]
     with program(size, tmp_path, fault, UNICOLL_WATCH="1") as ranks:
@@ -122,7 +143,7 @@ def test_the_rank_that_does_something_else_is_named(fault: str, size: int, tmp_p
         if not is_certain:
             ranks.await_text(None, pattern)
         for rank in range(size) if is_certain else ():
-            if rank != 1 or fault == "other group":
+            if rank != 1 or fault in BLOCKED:
                 ranks.await_text(rank, pattern)
 
 
@@ -134,25 +155,42 @@ def test_the_error_of_torch_has_the_cause(tmp_path: Path) -> None:
         assert "unicoll" not in ranks.err(1).replace("unicoll/torch_plugin", "")
 
 
+@pytest.mark.parametrize("how", ["environment", "function"])
+def test_on_hang_ends_the_processes(how: str, tmp_path: Path) -> None:
+    by_call, variables = (["watch"], {}) if how == "function" else ([], {"UNICOLL_WATCH": "1"})
+    with program(2, tmp_path, "other group", *by_call, UNICOLL_ON_HANG="abort", **variables) as ranks:
+        codes = [popen.wait(100) for popen in ranks.popens]
+        assert codes == ([2, 2] if how == "function" else [-signal.SIGABRT] * 2), ranks.all_errors()
+
+
+def test_on_hang_is_checked() -> None:
+    from unicoll.torch_plugin import watch
+
+    with pytest.raises(DistArgumentError, match="on_hang is 'stop', not one of log, abort or a function"):
+        watch(on_hang="stop")
+
+
+GOOD = {
+    "by call": ("none", "watch"),
+    "by environment": ("none",),
+    "again": ("again",),
+}
+
+
 @pytest.mark.every(2)
-@pytest.mark.parametrize("how", ["call", "environment"])
+@pytest.mark.parametrize("how", GOOD)
 def test_a_good_program_logs_nothing_and_its_calls_are_recorded(how: str, tmp_path: Path) -> None:
     dumps = tmp_path / "dumps"
-    by_call, variables = (["watch"], {}) if how == "call" else ([], {"UNICOLL_WATCH": "1"})
-    with program(3, tmp_path, "none", *by_call, str(dumps), UNICOLL_STALL_WARNING="60", **variables) as ranks:
+    variables = {} if "watch" in GOOD[how] else {"UNICOLL_WATCH": "1"}
+    with program(3, tmp_path, *GOOD[how], str(dumps), UNICOLL_STALL_WARNING="60", **variables) as ranks:
         assert [popen.wait(100) for popen in ranks.popens] == [0, 0, 0], ranks.all_errors()
         assert ranks.all_errors() == ""
         left = {ranks.out(rank).splitlines()[-1] for rank in range(3)}
+    if how != "again":  # it ends without the last threads
         assert left == {"left MainThread unicoll-signal unicoll-watch"}
-    report = python("-m", "unicoll.trace", dumps).stdout
-    assert "all calls have completed" in report, report
-    assert "not called" not in report, report
-
-
-def test_the_default_group_can_be_made_again(tmp_path: Path) -> None:
-    with program(3, tmp_path, "again", str(tmp_path / "destroyed"), UNICOLL_WATCH="1") as ranks:
-        assert [popen.wait(100) for popen in ranks.popens] == [0, 0, 0], ranks.all_errors()
-        assert ranks.all_errors() == ""
+        report = python("-m", "unicoll.trace", dumps).stdout
+        assert "all calls have completed" in report, report
+        assert "not called" not in report, report
 
 
 def test_a_dump_on_sigusr1_shows_where_the_ranks_are(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ if "watch" in words:
     from unicoll.torch_plugin import watch
 
     watch()
-    watch()
+    watch(
+        on_hang=lambda error: os._exit(len(error.ranks)) if isinstance(error, unicoll.DeadlockError) else None
+    )
 dist.init_process_group("gloo", timeout=timedelta(minutes=10))
 rank, size = dist.get_rank(), dist.get_world_size()
 x = torch.ones(3)
@@ -97,14 +99,32 @@ if rank == 1:
         sys.exit(3)
     if fault == "raises":
         raise ValueError("bad batch")
+    if fault == "leaves":  # model keeps torch's group, and its connections, alive
+        dist.destroy_process_group()
+        hang()
     if fault in ("sleeps", "trains"):
         hang()
     if fault == "other group":
         dist.broadcast(x, 0, group=other)
     if fault == "other shape":
         x = torch.ones(5)
+    if fault == "other type":
+        x = x.double()
+    if fault in ("other order", "skips"):
+        dist.broadcast(x, 0)
 if fault in ("trains", "killed in training"):
     step()
+elif fault == "other order":
+    dist.all_reduce(x)
+    dist.broadcast(x, 0) if rank != 1 else hang()
+elif fault == "skips":
+    dist.barrier()
+elif fault == "messages":
+    received = dist.irecv(torch.empty(3), (rank - 1) % size, tag=7)
+    sent = dist.isend(x, (rank + 1) % size, tag=7)
+    received.wait()
+    sent.wait()
+    dist.recv(x, (rank + 1) % size, tag=7)
 elif fault == "receives":
     dist.recv(x, 1) if rank == 0 else hang()
 elif fault == "none":
@@ -120,6 +140,11 @@ elif fault == "none":
     unicoll.dump_flight_recorder(words[-1])
     assert compiled(torch.ones(2)).tolist() == [2 * size + 1.0] * 2
     dist.barrier()
+elif fault.startswith("other "):
+    try:
+        dist.all_reduce(x)
+    except RuntimeError:  # Gloo ends the processes of some ranks, and calls of others
+        hang()
 else:
     dist.all_reduce(x)
 dist.destroy_process_group()

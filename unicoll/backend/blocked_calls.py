@@ -60,9 +60,9 @@ class BlockedCall(NamedTuple):
         call: the last one of the batch.
         where: ``file:line`` of the user's code that waits; "" for a callback.
         ends_alone: True if the call may end without a call of another rank: a message for which ``needs_peer`` is
-            False or that may come from very many ranks, messages of backends without
-            :attr:`~ObservedBackend.message_queues`, and calls with a shorter timeout than their group's, after which
-            the program may go on.
+            False or that may come from very many ranks, messages that have neither numbers
+            (:meth:`~ObservedBackend.operation`) nor :attr:`~ObservedBackend.message_queues`, and calls with a shorter
+            timeout than their group's, after which the program may go on.
     """
 
     backend: ObservedBackend
@@ -112,14 +112,14 @@ def find_blocked_calls(backends: Sequence[ObservedBackend]) -> tuple[list[Blocke
             if completion._callbacks:
                 last = completion.calls[-1]
                 found.append(BlockedCall(backend, last, "", _ends_alone(backend, last)))
-        if backend.has_message_callbacks:
+        if backend.has_unseen_wakers:
             all_blocked = False
     return found, all_blocked
 
 
 def has_callbacks(backend: ObservedBackend) -> bool:
     """True if a call of a backend runs callbacks when it ends."""
-    return backend.has_message_callbacks or any(bool(each._callbacks) for each in backend.in_background())
+    return backend.has_unseen_wakers or any(bool(each._callbacks) for each in backend.in_background())
 
 
 def _blocked_call(thread: int, top: FrameType, backends: Sequence[ObservedBackend]) -> BlockedCall | None:
@@ -171,7 +171,7 @@ def _ends_alone(backend: ObservedBackend, call: Call) -> bool:
     engine = backend.message_queues
     if call.timeout < backend.context.timeout:
         return True
-    if not call.op.message:
+    if backend.operation(call) is not None:
         return False
     if call.peer < 0 and backend.context.size > _MOST_SENDERS:
         return True

@@ -33,6 +33,7 @@ _SUBMODULES = ("unicoll.", "torch.", "ray.")
 _MAX_ERROR = 1000
 _MAX_MESSAGE_KINDS = 256
 """Kinds of messages that are kept for each operation and element type."""
+_ATTEMPTS = 10
 _ON_END_LOCK = threading.Lock()
 _ring: deque[Entry | PendingEntry] | None = None
 _library_modules: dict[int, dict[str, Any]] = {}
@@ -45,6 +46,16 @@ def ring() -> deque[Any]:
     if _ring is None:
         _ring = deque(maxlen=number("UNICOLL_FLIGHT_RECORDER"))
     return _ring
+
+
+def snapshot() -> list[Any]:
+    """The entries of the ring."""
+    for _ in range(_ATTEMPTS):
+        try:
+            return list(ring())
+        except RuntimeError:  # other threads record meanwhile
+            continue
+    return list(ring().copy())
 
 
 def replace_ring(size: int | None) -> None:

@@ -281,7 +281,7 @@ class HostBackend(ObservedBackend):
         return [*([running] if running is not None else []), *[completion for completion, _ in queue._queue]]
 
     @property
-    def has_message_callbacks(self) -> bool:
+    def has_unseen_wakers(self) -> bool:
         return self._p2p.has_callbacks
 
     @property

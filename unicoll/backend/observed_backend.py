@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from unicoll.backend import operation_errors
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.group_state import GroupState
@@ -24,6 +25,20 @@ class MessageQueues(Protocol):
 
     def message_state(self, peer: int) -> MessageState:
         """The state of the messages to and from a member."""
+
+
+class Operation(NamedTuple):
+    """An operation that ends once every one of some members has posted it.
+
+    Attributes:
+        order: name of the order that these members post such operations in, unique in the group.
+        number: in that order, from 1.
+        ranks: the members' global ranks.
+    """
+
+    order: str
+    number: int
+    ranks: tuple[int, ...]
 
 
 class ObservedBackend(Backend):
@@ -75,13 +90,26 @@ class ObservedBackend(Backend):
         :mod:`unicoll.backend.thread_activity` has it."""
         return None
 
+    def operation(self, call: Call) -> Operation | None:
+        """The operation that a call is part of; None for messages, if those have no numbers."""
+        return None if call.op.message else Operation(self.name, call.seq, self.context.ranks)
+
+    def posted(self) -> Mapping[str, int]:
+        """For each order of operations the number of the last one posted; without those of which none was."""
+        return {self.name: self.sequence}
+
+    def lost_member(self, call: Call) -> int | None:
+        """The global rank of a member that has ended, so that a collective which is in progress may never end."""
+        return operation_errors.first_dead_member(self.context)
+
     def in_background(self) -> Sequence[HostCompletion]:
         """The posted batches that have not ended."""
         return ()
 
     @property
-    def has_message_callbacks(self) -> bool:
-        """False if no callbacks are attached to messages in flight."""
+    def has_unseen_wakers(self) -> bool:
+        """True if something that this backend does not show may make a blocked process go on: a callback of a message,
+        or a message that a receive from any rank may get."""
         return False
 
     @property

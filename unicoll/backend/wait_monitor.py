@@ -150,10 +150,18 @@ class WaitMonitor:
         if not all_blocked or not blocked or any(one.ends_alone for one in blocked):
             return _Snapshot(None, [], 0.0, {}, stalled)
         entries.sort(key=lambda pair: (not pair[0].where, pair[1].number))  # callbacks are last
+        waits = [(*_wait(one), entry.number) for one, entry in entries]
         state = {
-            "waits": [_wait(one, entry.number) for one, entry in entries],
-            "posted": {_backend_group(backend): backend.sequence for backend in backends},
-            "groups": {_backend_group(one.backend): compress(one.backend.context.ranks) for one in blocked},
+            "waits": [[order, number, peer, call] for order, number, peer, _, call in waits],
+            "posted": {
+                backend_group_of(order, backend.context.name): number
+                for backend in backends
+                for order, number in backend.posted().items()
+            },
+            "groups": {
+                **{_backend_group(one.backend): compress(one.backend.context.ranks) for one in blocked},
+                **{order: compress(ranks) for order, _, _, ranks, _ in waits},
+            },
         }
         since = max(entry.since for _, entry in entries)
         calls = {one.backend.context.name: _name(one) for one, _ in reversed(entries)}
@@ -212,8 +220,8 @@ class WaitMonitor:
         """Fail the groups whose collective has waited for :data:`_LOST_S` after the death of a member."""
         for backend, call, entry in snapshot.stalled:
             context = backend.context
-            lost = operation_errors.first_dead_member(context)
-            if lost is None or call.op.message or backend.error is not None:
+            lost = None if call.op.message or backend.error is not None else backend.lost_member(call)
+            if lost is None:
                 continue
             entry.lost_since = entry.lost_since or time.monotonic()
             if time.monotonic() - entry.lost_since >= _LOST_S:
@@ -243,13 +251,15 @@ def _backend_group(backend: ObservedBackend) -> str:
     return backend_group_of(backend.name, backend.context.name)
 
 
-def _wait(one: BlockedCall, number: int) -> list[Any]:
-    """A wait as :class:`unicoll.net.control.wait_graph.Wait` has it."""
-    call, ranks = one.call, one.backend.context.ranks
-    if not call.op.message:
-        return [_backend_group(one.backend), call.seq, ANY, number]
+def _wait(one: BlockedCall) -> tuple[str, int, int, tuple[int, ...]]:
+    """The first three attributes of a :class:`unicoll.net.control.wait_graph.Wait`, and the ranks of its operation."""
+    call, context = one.call, one.backend.context
+    operation = one.backend.operation(call)
+    if operation is not None:
+        return backend_group_of(operation.order, context.name), operation.number, ANY, operation.ranks
     kind = SEND if call.inputs else RECEIVE
-    return [_backend_group(one.backend), kind, ranks[call.peer] if call.peer >= 0 else ANY, number]
+    peer = context.ranks[call.peer] if call.peer >= 0 else ANY
+    return _backend_group(one.backend), kind, peer, context.ranks
 
 
 def _message_state(backend: ObservedBackend | None, peer: int) -> MessageState:

@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any
 
 from unicoll.arrays.types import DType
-from unicoll.backend import thread_activity
+from unicoll.backend import flight_recorder, thread_activity
 from unicoll.backend.flight_recorder import (
     ArrayKind,
     CallKind,
@@ -21,9 +21,6 @@ from unicoll.backend.flight_recorder import (
     site_of,
 )
 from unicoll.backend.thread_activity import Activity
-
-_ATTEMPTS = 10
-
 
 _MESSAGES = ("send", "recv", "probe")
 
@@ -85,21 +82,12 @@ def recorded_calls(job: int = 0) -> list[RecordedCall]:
 
     ``job`` is the number of the job whose calls are wanted; 0 means all.
     """
-    entries = [(e[0] if isinstance(e, tuple) else e.kind, e) for e in _snapshot()]
+    entries = [(e[0] if isinstance(e, tuple) else e.kind, e) for e in flight_recorder.snapshot()]
     found = [
         _ended(e) if isinstance(e, tuple) else _pending(e) for kind, e in entries if job in (0, kind.job)
     ]
     found += [_running_call(a) for a in _running() if a.kind is not None and job in (0, a.kind.job)]
     return sorted(found, key=lambda call: call.created)
-
-
-def _snapshot() -> list[Any]:
-    for _ in range(_ATTEMPTS):
-        try:
-            return list(ring())
-        except RuntimeError:  # other threads record meanwhile
-            continue
-    return list(ring().copy())
 
 
 def _ended(entry: tuple[Any, ...]) -> RecordedCall:

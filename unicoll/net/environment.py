@@ -32,6 +32,7 @@ FLAGS: dict[str, bool | None] = {
 """Variables that mean yes or no, and their defaults; with None the value is detected."""
 
 CHOICES = {
+    "UNICOLL_ON_HANG": ("log", ("log", "abort")),
     "UNICOLL_CHANNEL": ("plain", ("plain", "mac", "tls")),
     "UNICOLL_DEBUG": ("off", ("off", "info", "detail")),
     "UNICOLL_LOG_LEVEL": ("off", ("off", "debug", "info", "warning", "error")),

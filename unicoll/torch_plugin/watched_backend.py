@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from functools import cache
+from collections import deque
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unicoll.backend import operation_errors
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Caps, Context
-from unicoll.backend.observed_backend import ObservedBackend
+from unicoll.backend.observed_backend import ObservedBackend, Operation
 from unicoll.backend.operation_errors import Report
 from unicoll.backend.ops import OPS
 from unicoll.backend.thread_frames import ThreadFrames
 from unicoll.errors import BackendUnavailableError, DistError, RankLostError
-from unicoll.group.backend_choice import BackendChoice
 from unicoll.net import logs
-from unicoll.torch_plugin import torch_calls
-from unicoll.torch_plugin.torch_calls import TorchCall, TorchGroup, UnrecordedCall
+from unicoll.net.control.group_failures import pack_error, unpack_error
+from unicoll.torch_plugin import call_recorder, torch_groups
+from unicoll.torch_plugin.call_comparison import CallComparison
+from unicoll.torch_plugin.torch_calls import TorchCall, UnrecordedCall, WatchedCall
+from unicoll.torch_plugin.torch_groups import Channel, TorchGroup
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Completion
@@ -29,29 +31,37 @@ log = logs.logger("watch")
 
 _NOTICE_S = 0.5
 """How long the notice of a rank's end may take to arrive after torch has raised an error."""
+_COMPARED_S = 1.0
+"""How long the comparison of the calls may take then."""
 _TICK_S = 0.02
 
 
-class _Logged:
-    """The failures that this process has logged in a job."""
+class Failures:
+    """The failures of a job's groups, for the log and for the action of the program.
 
-    def __init__(self) -> None:
+    Args:
+        rank: of this process.
+
+    Attributes:
+        new: errors that were logged since the program's action was called last.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.new: deque[DistError] = deque()
+        self._rank = rank
         self._lost: set[int | None] = set()
         self._texts: set[str] = set()
 
-    def contains(self, error: DistError) -> bool:
-        """True for an error that was logged: several groups fail because of one deadlock or one lost rank."""
-        if isinstance(error, RankLostError) and error.rank in self._lost:
-            return True
-        if str(error) in self._texts:
-            return True
+    def add(self, error: DistError) -> None:
+        """Log an error once: several groups fail because of one deadlock or one lost rank."""
         if isinstance(error, RankLostError):
+            if error.rank in self._lost:
+                return
             self._lost.add(error.rank)
-        self._texts.add(str(error))
-        return False
-
-    def close(self) -> None:
-        """There is nothing to release."""
+        if str(error) not in self._texts:
+            self._texts.add(str(error))
+            log.error("rank %d: %s", self._rank, error)
+            self.new.append(error)
 
 
 class WatchedBackend(ObservedBackend):
@@ -65,13 +75,44 @@ class WatchedBackend(ObservedBackend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._group: TorchGroup | None = None
+        self._failures: Failures | None = None
+        self._comparison = CallComparison(context)
+        self._difference: DistError | None = None
+        self._final: dict[
+            int, int
+        ] = {}  # by rank that has closed the group the number of its last collective
 
-    def observe(self, group: TorchGroup) -> None:
+    def observe(self, group: TorchGroup, failures: Failures) -> None:
         """Observe the calls of a recorded group."""
         group.job_number = self.context.job.number
         group.on_error = self._torch_raised
-        self._group = group
+        self._group, self._failures = group, failures
         self.watch()
+
+    def compare(self, calls: Sequence[TorchCall]) -> None:
+        """Compare this rank's last collectives with those of the other ranks; several times a second."""
+        if self._difference is None:
+            self._comparison.add(calls)
+            self._difference = self._comparison.find_difference()
+            if self._difference is not None:
+                self.state.announce(self._difference)  # unless the group has failed of it before
+                self._log(self._difference)
+                self._comparison.send(self._others(), {"differ": pack_error(self._difference)})
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self.context.ranks if rank != self.context.job.rank]
+
+    def receive(self, message: dict[str, Any]) -> None:
+        """A message of another rank about its calls."""
+        rank = message["from"]
+        if rank in self.context.ranks:
+            if "final" in message:
+                self._final[rank] = int(message["final"])
+            if "differ" in message:
+                self._difference = unpack_error(message["differ"])
+                self._log(self._difference)
+            if "calls" in message:
+                self._comparison.receive(rank, message["calls"], message.get("texts", {}))
 
     @property
     def sequence(self) -> int:
@@ -81,8 +122,8 @@ class WatchedBackend(ObservedBackend):
         group, state = self._group, self.state
         if group is None:
             return
-        torch_calls.end_completed()
-        collectives = [call for call in torch_calls.pending_calls(group) if not call.is_message]
+        torch_groups.end_completed()
+        collectives = [call for call in torch_groups.pending_calls(group) if not call.is_message]
         last = group.last
         if collectives:
             state.call = collectives[0].watched_call
@@ -112,23 +153,62 @@ class WatchedBackend(ObservedBackend):
         return report
 
     @property
-    def has_message_callbacks(self) -> bool:
+    def has_unseen_wakers(self) -> bool:
         group = self._group
-        return group is not None and any(call.has_callbacks for call in torch_calls.pending_calls(group))
+        return group is not None and (
+            (group.completes and not group.counts_messages)
+            or any(call.has_callbacks for call in torch_groups.pending_calls(group))
+        )
+
+    def operation(self, call: Call) -> Operation | None:
+        group = self._group
+        if not call.op.message or group is None:
+            return super().operation(call)
+        number = call.message if isinstance(call, WatchedCall) else 0
+        if not (number and group.counts_messages):
+            return None
+        ranks = self.context.ranks
+        channel = call.op.name, call.peer, call.tag or 0
+        members = (ranks[group.rank], ranks[call.peer])
+        return Operation(self._order(group, channel), number, members)
+
+    def _order(self, group: TorchGroup, channel: Channel) -> str:
+        return f"{self.name} {group.channel_name(channel)}"
+
+    def posted(self) -> Mapping[str, int]:
+        posted, group = dict(super().posted()), self._group
+        if group is not None and group.counts_messages:
+            posted |= {self._order(group, channel): n for channel, n in [*group.channels.items()]}
+        return posted
+
+    def lost_member(self, call: Call) -> int | None:
+        lost, control = super().lost_member(call), self.context.job.control
+        if lost is None and control is not None:
+            gone = (rank for rank in [*control.departed] if call.seq > self._final.get(rank, call.seq))
+            lost = next(gone, None)
+        return lost
 
     def awaited_in(self, frame: FrameType) -> Call | None:
-        call = torch_calls.awaited_in(frame)
+        call = call_recorder.awaited_in(frame)
         return call.watched_call if call is not None and call.group is self._group else None
 
     def _torch_raised(self, call: TorchCall, error: BaseException) -> None:
         """torch has raised an error in the wait for a call: find out whether a rank has ended."""
         if isinstance(error, RuntimeError):
+            self._await_cause()
             lost = self._lost_error(call.watched_call)
             if lost is not None:
                 self.state.announce(lost)
-            if self.state.error is not None:
+            cause = self._difference or self.state.error
+            if cause is not None:
                 add_note = getattr(error, "add_note", lambda text: None)  # from Python 3.11 on
-                add_note(f"unicoll: {self.state.error}")
+                add_note(f"unicoll: {cause}")
+
+    def _await_cause(self) -> None:
+        """Wait until the calls were compared, or the group has failed."""
+        deadline = time.monotonic() + _COMPARED_S
+        while self._difference is None and self.state.error is None and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
 
     def _lost_error(self, call: Call) -> RankLostError | None:
         """The error of a call because a member has ended, after waiting for the notice of that; None if none has."""
@@ -158,10 +238,8 @@ class WatchedBackend(ObservedBackend):
             self._log(self._lost_error(UnrecordedCall(self._group, self.sequence, "")))
 
     def _log(self, error: DistError | None) -> None:
-        job = self.context.job
-        logged = job.shared("logged failures of torch's groups", _Logged)
-        if error is not None and not logged.contains(error):
-            log.error("rank %d: %s", job.rank, error)
+        if error is not None and self._failures is not None:
+            self._failures.add(error)
 
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
         raise BackendUnavailableError(
@@ -175,8 +253,12 @@ class WatchedBackend(ObservedBackend):
         if self.closed:
             return
         self.closed = True
-        if self._group is not None:
-            self._group.on_error = None
+        group = self._group
+        if group is not None:
+            group.on_error = None
+            if group.is_alive:
+                self._comparison.send(self._others(), {"final": self.sequence})
+            self._comparison.close(torch_groups.last_collectives().get(group, ()))
         if self.context.job.control is not None:
             self.context.job.control.unwatch(self.context.name, self.context.backend)
         self.state.close()
@@ -189,10 +271,3 @@ def _is_of_collective(error: BaseException | None) -> bool:
         module = traceback.tb_frame.f_globals.get("__name__", "")
         traceback = traceback.tb_next
     return module.startswith(("torch.distributed", "torch.autograd", "torch.nn.parallel"))
-
-
-@cache
-def choices(backend: str) -> tuple[BackendChoice, ...]:
-    """The choice of the backend of groups whose backend torch calls ``backend``."""
-    cls = type("WatchedBackend", (WatchedBackend,), {"name": backend})
-    return (BackendChoice("cpu", backend, cls, "torch's"),)

@@ -9,77 +9,92 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import signal
 import threading
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from unicoll.backend.contract import Job
 from unicoll.bootstrap import flight_dump
-from unicoll.bootstrap.join import join, leave
-from unicoll.errors import DistError, DistNetworkError, DistStoreError, RankLostError
-from unicoll.group.process_group import ProcessGroup
-from unicoll.net import fork_safety, logs
-from unicoll.torch_plugin import torch_calls, watched_backend
+from unicoll.errors import DistArgumentError, DistError, DistNetworkError, DistStoreError, RankLostError
+from unicoll.net import environment, fork_safety, logs
+from unicoll.torch_plugin import call_recorder, torch_groups
 from unicoll.torch_plugin.compat import replace
 from unicoll.torch_plugin.group import TorchProcessGroup
 from unicoll.torch_plugin.stores import TorchStoreLocation
-from unicoll.torch_plugin.torch_calls import TorchGroup
-from unicoll.torch_plugin.torch_job import TorchJob
-from unicoll.torch_plugin.watched_backend import WatchedBackend
+from unicoll.torch_plugin.watched_job import WatchedJob
 
 log = logs.logger("watch")
 
-_NAME = "torch"
-"""Name of the job."""
 _POLL_S = 0.1
-_JOIN_S = 300.0
 _END_S = 2.0
 """Seconds for which the end of the program waits for the thread."""
+_ACTIONS = ("log", "abort")
+
+Action = Callable[[DistError], object]
 
 
-def watch() -> None:
+def watch(on_hang: str | Action | None = None) -> None:
     """Diagnose hangs and failures of every group of torch.distributed, of any backend, present and later.
 
-    Call it on every rank, before or after ``init_process_group``; a second call has no effect. Nothing is sent with
-    torch's groups. Each process then
+    Call it on every rank, before or after ``init_process_group``; a second call only replaces ``on_hang``. Nothing is
+    sent with torch's groups. Each process then
 
     * records the last calls of its groups (``UNICOLL_FLIGHT_RECORDER`` of them) with call site and times, and writes
       them on SIGUSR1, if a group fails and ``UNICOLL_TRACE_DIR`` is set, and on
       :func:`unicoll.dump_flight_recorder`, for ``python -m unicoll.trace``;
     * logs a warning when a call waits longer than ``UNICOLL_STALL_WARNING`` seconds, with what the other ranks do;
-    * logs an error when ranks wait for each other in different groups or calls (a deadlock), and when a rank of the
-      group has died.
+    * logs an error when ranks wait for each other in different groups, calls or messages (a deadlock), when the ranks'
+      collectives differ, and when a rank of the group has died, or has left without a collective that others are in.
 
     Errors are raised by torch alone. Groups of unicoll's backends do all this themselves.
+
+    Args:
+        on_hang: what else is done after an error was logged and the dump written. ``"log"``: nothing. ``"abort"``: the
+            process ends by SIGABRT, as after a timeout of NCCL's watchdog in torch, so that the launcher restarts the
+            job. A function: it is called with the error, on a thread of unicoll. None: what ``UNICOLL_ON_HANG`` says,
+            by default ``"log"``.
+
+    Raises:
+        DistArgumentError: ``on_hang`` is none of these.
     """
-    _watcher().start()
+    on_hang = environment.choice("UNICOLL_ON_HANG") if on_hang is None else on_hang
+    if not callable(on_hang) and on_hang not in _ACTIONS:
+        raise DistArgumentError(
+            f"watch: on_hang is {on_hang!r}, not one of {', '.join(_ACTIONS)} or a function"
+        )
+    _watcher().start(on_hang)
 
 
 class Watcher:
     """The thread that joins the job and makes its groups."""
 
     def __init__(self) -> None:
-        self._job: Job | None = None
+        self._job: WatchedJob | None = None
+        self._on_hang: str | Action = "log"
         self._location: TorchStoreLocation | None = None
         self._world: weakref.ref[Any] | None = (
             None  # torch's default group whose job was joined, or was to be
         )
-        self._made: dict[TorchGroup, ProcessGroup] = {}
         self._lock = threading.RLock()  # a signal's handler may destroy groups, too
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
+    def start(self, on_hang: str | Action) -> None:
         """Start recording and the thread, once."""
+        self._on_hang = on_hang
         flight_dump.handle_signal()
         flight_dump.handle_signal_on_thread()
         with self._lock:
             if self._thread is not None:
                 return
-            torch_calls.record()
+            call_recorder.record()
+            for pg in [*c10d._world.pg_map]:
+                torch_groups.find(pg)
             replace("destroy_process_group", self._destroying)
             replace("_new_process_group_helper", self._making)
             self._thread = threading.Thread(target=self._run, name="unicoll-watch", daemon=True)
@@ -97,9 +112,7 @@ class Watcher:
         """A forked child has neither the thread nor torch's groups."""
         self._thread, self._job, self._location, self._world = None, None, None, None
         self._lock = threading.RLock()
-        self._made.clear()
-        torch_calls.groups.clear()
-        torch_calls.pending.clear()
+        torch_groups.forget()
 
     def _destroying(self, torchs: Any) -> Any:
         """torch's function; for the default group leave the job first, while torch's store can be used."""
@@ -124,14 +137,12 @@ class Watcher:
         """torch's function that makes a group, whose calls are recorded from the first one on."""
 
         def _new_process_group_helper(*args: Any, **options: Any) -> Any:
-            made = torchs(*args, **options)
-            try:
-                pg, world = made[0], c10d._world
-                if pg in world.pg_map:
-                    desc = str(getattr(pg, "group_desc", ""))
-                    torch_calls.add(pg, world.pg_names[pg], desc, world.pg_backend_config[pg])
-            except Exception as error:  # the program must not depend on it
-                self._warn(error)
+            with torch_groups.making():
+                made = torchs(*args, **options)
+                try:
+                    torch_groups.add(made[0])
+                except Exception as error:  # the program must not depend on it
+                    self._warn(error)
             return made
 
         return _new_process_group_helper
@@ -155,16 +166,27 @@ class Watcher:
             found = self._new_world()
         if found is not None:
             rank, size, location = found
-            made = watched_backend.choices("torch")
-            job = join(made, None, rank, size, location, _JOIN_S, _JOIN_S, _NAME)
+            joined = WatchedJob(rank, size, location)
             with self._lock:
                 if self._location is location:
-                    self._job = job
+                    self._job = joined
                 else:
-                    leave(job)
+                    joined.leave()
         with self._lock:
-            if self._job is not None and not self._job.exiting:
-                self._update_groups(self._job)
+            job = self._job
+            if job is not None and not job.is_exiting:
+                groups = [torch_groups.find(pg) for pg in [*c10d._world.pg_map]]
+                job.update([group for group in groups if group is not None and group.ranks])
+                job.compare()
+        if job is not None:
+            while job.failures.new:
+                self._act(job.failures.new.popleft())
+
+    def _act(self, error: DistError) -> None:
+        if callable(self._on_hang):
+            self._on_hang(error)
+        elif self._on_hang == "abort":
+            os.kill(os.getpid(), signal.SIGABRT)
 
     def _new_world(self) -> tuple[int, int, TorchStoreLocation] | None:
         """Rank, size and store of torch's default group, if there is another one than before that is to be watched."""
@@ -184,32 +206,10 @@ class Watcher:
         if location is not None:
             location.close()
 
-    def _update_groups(self, job: Job) -> None:
-        """Make the groups that torch has made, and close those that it has destroyed."""
-        found = [torch_calls.find(pg) for pg in [*c10d._world.pg_map]]
-        groups = [group for group in found if group is not None and group.ranks]
-        for group in groups:
-            if group not in self._made:
-                self._made[group] = self._make(job, group)
-        for group in self._made.keys() - set(groups):
-            made = self._made.pop(group)
-            made.close()
-            job.groups.remove(made)
-        torch_calls.forget_destroyed()
-
-    def _make(self, job: Job, group: TorchGroup) -> ProcessGroup:
-        choices = watched_backend.choices(group.backend_name)
-        made = TorchJob(job).make(group.name, group.ranks, choices, None, group.desc, None)
-        backend = made.backends[0]
-        assert isinstance(backend, WatchedBackend)
-        backend.observe(group)
-        return made
-
     def _leave(self) -> None:
         job, self._job = self._job, None
-        self._made.clear()
         if job is not None:
-            leave(job)
+            job.leave()
 
 
 @cache

@@ -18,6 +18,7 @@ the first.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -217,11 +218,12 @@ class DeadlockDetector:
             else "a rank waits for itself"
         )
         text = f"deadlock: {who}:\n  " + "\n  ".join(shown)
-        groups: dict[str, tuple[int, ...]] = {}
+        groups: dict[str, set[int]] = defaultdict(set)
         operations: dict[str, int] = {}
         for rank, wait in stuck_waits(states, set(states)):
             group = group_of(wait.backend_group)
-            groups[group] = states[rank].members(wait.backend_group)
+            for backend_group in states[rank].groups:
+                groups[group_of(backend_group)].update(states[rank].members(backend_group))
             operations.setdefault(group, wait.number)
         for rank in states:
             self._states.pop(rank, None)
@@ -230,7 +232,7 @@ class DeadlockDetector:
             if operations[group] > 0:
                 fields["seq"] = operations[group]
             error = {"type": "DeadlockError", "message": text, "fields": fields}
-            self._fail(group, members, error)
+            self._fail(group, tuple(sorted(members)), error)
 
     def _line(self, check: _Check, rank: int, blocker: int | None = None) -> str:
         """What a rank is blocked in, for the error."""

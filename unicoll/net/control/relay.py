@@ -204,7 +204,7 @@ class Relay(FrameServer):
         elif kind == "stalled":
             if self._warnings.grant(str(message["call"]), int(message["seq"]), float(message["age"])):
                 self.send(client, message)
-        elif kind in ("ask", "tell"):
+        elif kind in ("ask", "tell", "calls"):
             self._forward(message["to"], message)
 
     def _initialized(self, rank: int) -> None:

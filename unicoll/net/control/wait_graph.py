@@ -26,8 +26,9 @@ class Wait(NamedTuple):
     """What one thread waits for.
 
     Attributes:
-        backend_group: backend and group of the call, as ``gloo:world``; its collectives have one order.
-        number: the collective's sequence number in that order; or :data:`RECEIVE`, or :data:`SEND`.
+        backend_group: backend and group of the call, as ``gloo:world``; its collectives have one order. Messages that
+            are numbered have an order of their two members.
+        number: the sequence number in that order; or :data:`RECEIVE`, or :data:`SEND`.
         peer: for a message the other global rank, or :data:`ANY`.
         call: distinguishes the calls of one rank.
     """
@@ -44,7 +45,8 @@ class State(NamedTuple):
     Attributes:
         waits: one for each thread; all of them have to stay blocked for the rank to stay blocked.
         posted: for each backend and group of the rank the number of the last collective posted.
-        groups: for each backend and group of ``waits`` the members' global ranks as ranges (:func:`compress`).
+        groups: for each backend and group of ``waits``, and for the groups themselves if messages are numbered, the
+            members' global ranks as ranges (:func:`compress`).
     """
 
     waits: tuple[Wait, ...]

@@ -1,0 +1,216 @@
+"""Compares the collectives that the ranks of a watched group have made, after they were made.
+
+A few times a second each rank sends signatures of its recorded calls to the comparing rank over the control plane: the
+first rank of the group that has not ended. That rank compares those of equal numbers. On a difference it asks for the
+calls, and the group fails. If calls are made faster than that, some are compared: those whose numbers are multiples of
+a power of two, and the last one, in which a rank may be blocked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from unicoll.backend import operation_errors
+from unicoll.backend.call import Call
+from unicoll.backend.contract import Context
+from unicoll.backend.ops import Sizes
+from unicoll.errors import CollectiveMismatchError
+from unicoll.net.formatting import ranks_text
+from unicoll.torch_plugin.torch_calls import TorchCall
+
+Message = dict[str, Any]
+
+_MOST = 64
+"""Calls in one message."""
+_KEPT = 1024
+"""Numbers of which signatures are kept."""
+_AGAIN_S = 2.0
+"""After this time the last call is sent again, if it has not ended: the comparing rank may not have had the group."""
+_OTHERS_S = 1.0
+"""How long a difference waits for the signatures of the other ranks, which show whose call differs."""
+_SHOWN = 16
+"""Different calls that an error lists."""
+_LAST = 16
+"""Calls that a rank describes when it closes the group."""
+
+
+class _Compared(NamedTuple):
+    """A call of this rank, and its signature."""
+
+    call: TorchCall
+    signature: int
+
+
+class _Difference(NamedTuple):
+    """A number whose calls differ: this rank's, and the signatures of others, by rank; and since when it is known."""
+
+    number: int
+    mine: _Compared
+    others: dict[int, int]
+    since: float
+
+
+class CallComparison:
+    """The comparison of one group's calls on one rank. Used by one thread, except for :meth:`report`."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._comparing = -1  # the rank that the signatures were sent to
+        self._newest = 0  # number of the last call in _calls
+        self._sent_at = 0.0
+        self._calls: dict[int, _Compared] = {}
+        self._others: dict[int, dict[int, int]] = {}  # on the comparing rank, by number and rank
+        self._texts: dict[
+            tuple[int, int], str
+        ] = {}  # there, by rank and number, of ranks that have closed the group
+        self._difference: _Difference | None = None
+        self._key = f"{context.backend} calls"
+        if context.job.control is not None:
+            context.job.control.watch(context.name, self._key, lambda error: None, self.report)
+
+    def add(self, calls: Sequence[TorchCall]) -> None:
+        """Keep the calls that are new among ``calls``, this rank's last ones, and send their signatures."""
+        by_number: dict[int, TorchCall] = {}
+        for call in calls:  # torch gives coalesced ones one number
+            by_number.setdefault(call.seq, call)
+        fresh = [number for number in by_number if number > self._newest]
+        if fresh:
+            self._newest, step = max(fresh), 1
+            while sum(number % step == 0 for number in fresh) > _MOST:
+                step *= 2
+            fresh = [number for number in fresh if number % step == 0 or number == self._newest]
+            for number in fresh:
+                call = by_number[number]
+                self._calls[number] = _Compared(call, _signature(call.watched_call))
+            _shorten(self._calls)
+        elif self._calls and not self._calls[self._newest].call.ended:
+            fresh = [self._newest] if time.monotonic() - self._sent_at >= _AGAIN_S else []
+        comparing = next(self._remaining())
+        if comparing != self._comparing:  # the last one, if there was one, has ended
+            self._comparing = comparing
+            fresh = sorted(self._calls)[-_MOST:]
+        if fresh and comparing != self._context.job.rank:
+            self._sent_at = time.monotonic()
+            self.send([comparing], {"calls": self._signatures(fresh)})
+
+    def _remaining(self) -> Iterator[int]:
+        """The ranks that have not ended, in order of the group."""
+        control = self._context.job.control
+        departed = control.departed if control is not None else {}
+        return (rank for rank in self._context.ranks if rank not in departed)
+
+    def _signatures(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [[number, self._calls[number].signature] for number in numbers]
+
+    def send(self, ranks: Sequence[int], what: Message) -> None:
+        """Send a message about this rank's calls to members."""
+        control = self._context.job.control
+        if control is not None and ranks:
+            header = {
+                "t": "calls",
+                "to": [*ranks],
+                "group": self._context.name,
+                "from": self._context.job.rank,
+            }
+            control.send({**header, **what})
+
+    def receive(self, rank: int, signatures: Sequence[Sequence[int]], texts: Mapping[str, str]) -> None:
+        """Signatures of another rank, on the comparing one; with descriptions if that rank has closed the group."""
+        for number, signature in signatures:
+            self._others.setdefault(int(number), {})[rank] = int(signature)
+        _shorten(self._others)
+        self._texts.update({(rank, int(number)): str(text) for number, text in texts.items()})
+
+    def find_difference(self) -> CollectiveMismatchError | None:
+        """The error of calls that differ; on the comparing rank only."""
+        found = self._difference = self._difference or self._first_difference()
+        if found is None:
+            return None
+        absent = {*self._remaining()} - {self._context.job.rank, *found.others}
+        if absent and time.monotonic() - found.since < _OTHERS_S:
+            return None
+        self._difference = None
+        return self._error(found)
+
+    def _first_difference(self) -> _Difference | None:
+        for number in sorted(self._calls.keys() & self._others.keys()):
+            mine, others = self._calls[number], self._others[number]
+            if any(signature != mine.signature for signature in others.values()):
+                return _Difference(number, mine, others, time.monotonic())
+            if len(others) == self._context.size - 1:
+                del self._others[number]
+        return None
+
+    def _error(self, found: _Difference) -> CollectiveMismatchError:
+        context, number, own = self._context, found.number, self._context.job.rank
+        signatures = {own: found.mine.signature, **found.others}
+        alike: dict[int, list[int]] = {}
+        for rank in sorted(signatures):
+            alike.setdefault(signatures[rank], []).append(rank)
+        shown = [*alike.values()][:_SHOWN]
+        texts = self._request_texts(number, {ranks[0] for ranks in shown} - {own})
+        texts[own] = _text(found.mine.call)
+        lines = [f"{self._who(ranks)}: {texts.get(ranks[0], 'another call')}" for ranks in shown]
+        return CollectiveMismatchError(
+            f"the calls #{number} of the ranks of group {context.name!r} differ:\n  " + "\n  ".join(lines),
+            group=context.name,
+            rank=operation_errors.only_different({rank: str(one) for rank, one in signatures.items()}),
+            op=found.mine.call.watched_call.op.name,
+            seq=number,
+        )
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        context = self._context
+        return ranks_text(ranks) if ranks[1:] else context.who(context.ranks.index(ranks[0]))
+
+    def _request_texts(self, number: int, ranks: set[int]) -> dict[int, str]:
+        control = self._context.job.control
+        assert control is not None  # else there are no other ranks' signatures
+        known = {rank: self._texts[rank, number] for rank in ranks if (rank, number) in self._texts}
+        reports = control.request_reports(self._context.name, self._key, ranks - known.keys())
+        texts = {rank: found.get("texts", {}).get(str(number)) for rank, found in reports.items()}
+        return {rank: text for rank, text in (known | texts).items() if isinstance(text, str)}
+
+    def report(self, most: int = 2 * _MOST) -> Message:
+        """The last calls whose signatures were sent (on the control thread)."""
+        calls = dict(self._calls)
+        return {"texts": {str(number): _text(calls[number].call) for number in sorted(calls)[-most:]}}
+
+    def close(self, calls: Sequence[TorchCall]) -> None:
+        """Send what is needed for comparisons after this rank has gone; ``calls`` as for :meth:`add`."""
+        self.add(calls)
+        own = self._context.job.rank
+        comparing = next((rank for rank in self._remaining() if rank != own), None)
+        if comparing is not None and self._calls:
+            signatures = self._signatures(sorted(self._calls)[-_MOST:])
+            self.send([comparing], {"calls": signatures, **self.report(_LAST)})
+        if self._context.job.control is not None:
+            self._context.job.control.unwatch(self._context.name, self._key)
+
+
+def _shorten(by_number: dict[int, Any]) -> None:
+    while len(by_number) > _KEPT:
+        del by_number[min(by_number)]
+
+
+def _text(call: TorchCall) -> str:
+    return f"{call.watched_call.describe()[:400]} at {call.site}"
+
+
+def _signature(call: Call) -> int:
+    """A number that is equal on ranks whose calls fit each other.
+
+    It covers the operation, the root, and what torch and its backends need to be equal: element type and number of
+    elements of reductions, the bytes of other collectives, and nothing where the ranks' sizes may differ. Hashes of
+    tuples of numbers do not depend on PYTHONHASHSEED.
+    """
+    op = call.op
+    if op.root_has_sizes or op.sizes is Sizes.EXCHANGED:
+        return hash((op.code, call.root))
+    listed = call.outputs if op.sizes is Sizes.GATHERED and op.uneven else call.inputs
+    if call.reduce is None and not op.reduces:
+        return hash((op.code, call.root, *[b.count * b.dtype.itemsize for b in listed]))
+    reduce = call.reduce.code if call.reduce is not None else 0
+    return hash((op.code, call.root, reduce, *[(b.dtype.code, b.count) for b in listed]))

@@ -1,0 +1,245 @@
+"""The groups of torch.distributed whose calls are recorded, and their calls that have not ended."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from unicoll.backend import flight_recorder
+from unicoll.torch_plugin.torch_calls import TorchCall
+
+_MAX_CHANNELS = 200
+"""Kinds of messages up to which a rank sends the numbers of all of them to the relay."""
+
+Channel = tuple[str, int, int]
+"""torch's method, the other member and the tag of messages: number n of the sender is number n of the receiver."""
+
+
+class TorchGroup:
+    """A group of torch.distributed whose calls are recorded. It does not keep torch's group alive.
+
+    The number of a collective must be equal on all ranks. Gloo and NCCL number their collectives, also those of torch's
+    C++ code. Where the number may mean something else, the recorded collectives are counted: in a group with other or
+    several backends, a group that torch made before they were recorded (its messages may be in the number), and at
+    torch's debug level DETAIL, whose comparison of calls comes before the number.
+
+    Attributes:
+        pg: a weak reference to torch's process group.
+        name: torch's name of it, with a number if it had an earlier group of this name.
+        desc: torch's description of it.
+        backend_name: torch's name of its backend, or ``"gloo+nccl"`` if it has several.
+        completes: True if its works may be asked on any thread whether they are completed. Those of a device's library
+            ask the device, which would break the capture of a graph.
+        rank: of this process in the group.
+        timeout: default timeout of its calls, seconds.
+        job_number: of the job in which it is watched; 0 before there is one.
+        newest: the collective that was made last, or None.
+        last: the collective that ended last, or None.
+        on_error: called with a call in whose wait torch raises an error, and the error; or None.
+        is_numbered: True if calls have torch's numbers.
+        messages: by how much torch's number is too high: Gloo counts messages, too, of which ranks have different
+            numbers.
+        count: number of its recorded collectives, if calls do not have torch's numbers.
+        channels: number of messages of each kind.
+        counts_messages: True while the messages have numbers: the program has not received from any rank, and does not
+            use more than :data:`_MAX_CHANNELS` kinds of messages.
+    """
+
+    def __init__(self, pg: Any, name: str, desc: str, config: str, is_new: bool) -> None:
+        self.pg = weakref.ref(pg)
+        _names[name] += 1
+        self.name = name if _names[name] == 1 else f"{name}#{_names[name]}"
+        self.desc = desc
+        backends = [part.partition(":") for part in config.split(",")]
+        names = [backend or device for device, _, backend in backends]
+        self.backend_name = "+".join(dict.fromkeys(names))
+        self.completes = all(backend in ("", "gloo") for _, _, backend in backends)
+        self.timeout = float("inf")
+        self.job_number = 0
+        self.newest: TorchCall | None = None
+        self.last: TorchCall | None = None
+        self.on_error: Callable[[TorchCall, BaseException], None] | None = None
+        self.messages = 0
+        self.count = 0
+        self.channels: dict[Channel, int] = {}
+        self.counts_messages = self.completes
+        self.rank: int = pg.rank()
+        self._ranks: tuple[int, ...] = ()
+        self.is_numbered = (
+            is_new
+            and self.backend_name in ("gloo", "nccl")
+            and dist.get_debug_level() is not dist.DebugLevel.DETAIL
+        )
+        self._message_step = int(self.backend_name == "gloo")
+        self._counting = threading.Lock()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of its members, in group order; empty while torch makes the group."""
+        if not self._ranks:
+            ranks = c10d._world.pg_group_ranks.get(self.pg()) or {}
+            self._ranks = tuple(sorted(ranks, key=ranks.__getitem__))
+        return self._ranks
+
+    def _torchs_number(self) -> int:
+        pg = self.pg()
+        return int(pg._get_sequence_number_for_group()) if pg is not None and self.is_numbered else 0
+
+    @property
+    def sequence(self) -> int:
+        """The number of the last collective that was passed to torch."""
+        return self._torchs_number() - self.messages if self.is_numbered else self.count
+
+    @property
+    def is_alive(self) -> bool:
+        """False once torch has released its group."""
+        return self.pg() is not None
+
+    def count_message(self, method: str, arguments: Sequence[Any]) -> int:
+        """The number of a message, which is being posted, among those with the same peer and tag; 0 if it has none."""
+        numbers = [each for each in arguments[1:] if isinstance(each, int)]
+        if method == "recv_anysource" or len(numbers) != 2:
+            self.counts_messages = False
+            return 0
+        channel = method, numbers[0], numbers[1]
+        with self._counting:
+            if channel not in self.channels and len(self.channels) >= _MAX_CHANNELS:
+                self.counts_messages = False
+            if not self.counts_messages:
+                return 0
+            self.channels[channel] = number = self.channels.get(channel, 0) + 1
+        return number
+
+    def discard_message(self, method: str, arguments: Sequence[Any]) -> None:
+        """torch has refused the message that was counted last."""
+        with self._counting:
+            self.channels[method, arguments[1], arguments[2]] -= 1
+
+    def channel_name(self, channel: Channel) -> str:
+        """The same text on both members."""
+        method, peer, tag = channel
+        sender, receiver = (self.rank, peer) if method == "send" else (peer, self.rank)
+        return f"{sender}>{receiver} tag {tag}"
+
+    def message(self, torchs: Callable[[], Any], is_one: bool = True) -> Any:
+        """Have torch send or receive; ``is_one`` is False if it is not known how many messages."""
+        before = self._torchs_number()
+        step = self._message_step if is_one else None
+        try:
+            result = torchs()
+        except BaseException:
+            step = None
+            raise
+        finally:
+            if self.is_numbered:
+                # measured only where it is not known: other threads may make collectives at the same time
+                step = self._torchs_number() - before if step is None else step
+                with self._counting:
+                    self.messages += step
+        return result
+
+
+_names: Counter[str] = Counter()
+"""How many groups of each name torch has made beside, or after, its present default group."""
+groups: dict[int, TorchGroup] = {}
+"""The recorded groups, by the id of torch's process group."""
+pending: dict[int, tuple[weakref.ref[Any], TorchCall]] = {}
+"""The calls that have not been seen to end, by the id of torch's work. The work has references to the tensors."""
+_finding = threading.Lock()
+_making = 0
+"""Groups that torch is making."""
+
+
+@contextmanager
+def making() -> Iterator[None]:
+    """While torch makes a group: it may be found before it is added."""
+    global _making
+    with _finding:
+        _making += 1
+    try:
+        yield
+    finally:
+        with _finding:
+            _making = max(0, _making - 1)  # 0 in a child that was forked meanwhile
+
+
+def add(pg: Any) -> None:
+    """Record the calls of a group that torch has made now; all its members do this in the same order.
+
+    ``pg`` is a number on other processes.
+    """
+    if type(pg) is c10d.ProcessGroup and pg in c10d._world.pg_map and pg.size() > 1:
+        with _finding:
+            if c10d.GroupMember.WORLD is None:
+                _names.clear()
+            groups[id(pg)] = _made(pg, True)
+
+
+def find(pg: Any) -> TorchGroup | None:
+    """The recorded group of a process group of torch; None if it is not one of torch.distributed's, or has one rank."""
+    with _finding:
+        group = groups.get(id(pg))
+        if group is not None and group.pg() is pg:
+            return group
+        if type(pg) is not c10d.ProcessGroup or pg not in c10d._world.pg_map or pg.size() < 2 or _making:
+            return None
+        groups[id(pg)] = group = _made(pg, False)
+        return group
+
+
+def _made(pg: Any, is_new: bool) -> TorchGroup:
+    world = c10d._world
+    desc = str(getattr(pg, "group_desc", ""))
+    return TorchGroup(pg, world.pg_names.get(pg, ""), desc, world.pg_backend_config.get(pg, ""), is_new)
+
+
+def forget() -> None:
+    """Drop all, in a forked child."""
+    global _finding, _making
+    _finding, _making = threading.Lock(), 0
+    groups.clear()
+    pending.clear()
+
+
+def forget_destroyed() -> None:
+    """Drop the groups that torch has destroyed."""
+    with _finding:
+        for key, group in [*groups.items()]:
+            if group.pg() is None:
+                del groups[key]
+
+
+def end_completed() -> None:
+    """Mark the calls as ended that torch has completed; those whose work was dropped are not tracked any more."""
+    for key, (reference, call) in [*pending.items()]:
+        work = reference()
+        if work is None or (call.group.completes and work.is_completed()):
+            if pending.get(key, (None,))[0] is reference:
+                del pending[key]
+            call.end()
+
+
+def last_collectives() -> dict[TorchGroup, list[TorchCall]]:
+    """For each group the recorded collectives that have a number, in the order in which they began."""
+    found: dict[TorchGroup, list[TorchCall]] = defaultdict(list)
+    for entry in flight_recorder.snapshot():
+        if isinstance(entry, TorchCall) and entry.seq:
+            found[entry.group].append(entry)
+    return found
+
+
+def pending_calls(group: TorchGroup) -> list[TorchCall]:
+    """The calls of a group that have not been seen to end, oldest first; of a group of a device's library only the one
+    that is being made."""
+    calls = {call for _, call in [*pending.values()] if call.group is group and group.completes}
+    newest = group.newest
+    if newest is not None and not (newest.ended or newest.returned):
+        calls.add(newest)
+    return sorted(calls, key=lambda call: call.created)
