@@ -19,6 +19,8 @@ from tests.support.ranks import ROOT, environment, reserved_port
 from unicoll.errors import DistArgumentError
 
 pytest.importorskip("torch")
+from torch._C import _distributed_c10d as torchs
+
 pytestmark = pytest.mark.torch
 
 PROGRAM = Path(__file__).parent / "watch_program.py"
@@ -89,13 +91,15 @@ DIFFER = r"the calls #\d+ of the ranks of group '0' differ:\n"
 MINE = rf"  rank.*: all_reduce\(float32\[3\], SUM\) {LINE}\n"
 RANK_1 = r"  rank 1 \(host \S+, pid PID\): "
 CYCLE = r"deadlock: \d ranks wait for each other in a cycle:\n(.*\n)*"
+HAS_RECORDER = hasattr(torchs, "_dump_fr_trace_json")
+IN_CPP = r"broadcast\(int32\[3\]\)" if HAS_RECORDER else r"torch's C\+\+ code has started"
 FAULTS = {
     # what rank 1 does: what one rank logs, or if it is certain, all ranks but those that have ended
     "sleeps": (False, rf"{WAITS}not in a collective of this group; is {LINE}"),
     "stopped": (False, rf"{WAITS}sends no report \(the process is stopped"),
     "trains": (
         False,
-        rf"torch's C\+\+ code has started #\d+ on group '0' {LINE} has waited \d+ s; arrived: .*; missing: rank 1 .*"
+        rf"{IN_CPP} #\d+ on group '0' {LINE} has waited \d+ s; arrived: .*; missing: rank 1 .*"
         rf": not in a collective of this group; is {LINE}",
     ),
     "receives": (
@@ -105,7 +109,7 @@ FAULTS = {
     "killed": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) died: its process ended"),
     "killed in training": (
         True,
-        r"rank \d: a collective that torch's C\+\+ code has started #\d+ on group '0': rank 1 \(.*\) died: its process",
+        rf"rank \d: (a collective that torch's C\+\+ code has started|{IN_CPP}) #\d+ on group '0': rank 1 \(.*\) died: its process",
     ),
     "exits": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
     "leaves": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
@@ -117,6 +121,11 @@ FAULTS = {
         True,
         rf"{DIFFER}  rank.*: barrier\(\) {LINE}\n{RANK_1}broadcast\(float32\[3\], root=0\) {LINE}",
     ),
+    "other in C++": (
+        True,
+        rf"{DIFFER}  rank.*: all_reduce\(float32\[3\]\) {LINE}\n{RANK_1}broadcast\(float32\[3\]\) {LINE}",
+    ),
+    "device": (False, rf"{WAITS}not in a collective of this group; is {LINE}"),
     "messages": (
         True,
         rf"{CYCLE}{RANK_1}recv\(float32\[3\], peer=\d, tag=7\) on group '0' {LINE} waits for rank \d",
@@ -130,11 +139,19 @@ BLOCKED = ("other group", "messages")
 """Faults after which rank 1 is blocked in torch, too."""
 DIES = ("other shape", "other type")
 """Faults after which Gloo ends the process of the rank with the smaller array: of two ranks none remains to compare."""
+BY_RECORDER = ("other in C++", "device")
+"""Faults that torch's flight recorder shows."""
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
-    ("fault", "size"), [(fault, size) for fault in FAULTS for size in (2, 4) if size > 2 or fault not in DIES]
+    ("fault", "size"),
+    [
+        (fault, size)
+        for fault in FAULTS
+        for size in (2, 4)
+        if (size > 2 or fault not in DIES) and (HAS_RECORDER or fault not in BY_RECORDER)
+    ],
 )
 def test_the_rank_that_does_something_else_is_named(fault: str, size: int, tmp_path: Path) -> None:
     is_certain, pattern = FAULTS[fault]

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as F
 
 import unicoll
 
@@ -26,6 +27,15 @@ if "watch" in words:
     watch(
         on_hang=lambda error: os._exit(len(error.ranks)) if isinstance(error, unicoll.DeadlockError) else None
     )
+if (
+    fault == "device"
+):  # Gloo in place of NCCL: what torch's flight recorder says of a call decides whether it has ended
+    from torch._C import _distributed_c10d as torchs
+
+    from unicoll.torch_plugin.torch_groups import TorchGroup
+
+    torchs._dump_nccl_trace_json = torchs._dump_fr_trace_json
+    TorchGroup.completes = property(lambda group: False, lambda group, value: None)
 dist.init_process_group("gloo", timeout=timedelta(minutes=10))
 rank, size = dist.get_rank(), dist.get_world_size()
 x = torch.ones(3)
@@ -102,7 +112,7 @@ if rank == 1:
     if fault == "leaves":  # model keeps torch's group, and its connections, alive
         dist.destroy_process_group()
         hang()
-    if fault in ("sleeps", "trains"):
+    if fault in ("sleeps", "trains", "device"):
         hang()
     if fault == "other group":
         dist.broadcast(x, 0, group=other)
@@ -110,10 +120,18 @@ if rank == 1:
         x = torch.ones(5)
     if fault == "other type":
         x = x.double()
+    if fault == "other in C++":
+        F.broadcast(x, 0, dist.group.WORLD).sum()
     if fault in ("other order", "skips"):
         dist.broadcast(x, 0)
 if fault in ("trains", "killed in training"):
     step()
+elif fault == "other in C++":
+    F.all_reduce(x, "sum", dist.group.WORLD).sum()
+elif fault == "device":
+    dist.all_reduce(x, async_op=True)
+    dist.barrier(async_op=True)
+    hang()
 elif fault == "other order":
     dist.all_reduce(x)
     dist.broadcast(x, 0) if rank != 1 else hang()

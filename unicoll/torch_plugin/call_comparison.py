@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 from unicoll.backend import operation_errors
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Context
-from unicoll.backend.ops import Sizes
+from unicoll.backend.ops import OPS, Sizes
 from unicoll.errors import CollectiveMismatchError
 from unicoll.net.formatting import ranks_text
 from unicoll.torch_plugin.torch_calls import TorchCall
+from unicoll.torch_plugin.torch_recorder import UnrecordedCall
 
 Message = dict[str, Any]
+Signature = tuple[int, int]
 
 _MOST = 64
 """Calls in one message."""
@@ -37,10 +39,25 @@ _LAST = 16
 
 
 class _Compared(NamedTuple):
-    """A call of this rank, and its signature."""
+    """A call of this rank, and its signature.
 
-    call: TorchCall
-    signature: int
+    Attributes:
+        recorded: the call as it was recorded; None for one from torch's flight recorder, which has, for example, an
+            all_reduce for Gloo's reduce_scatter. Calls of one kind are compared only.
+        signature: of the call, and 1 for one that was recorded, else 0.
+    """
+
+    call: Call
+    recorded: TorchCall | None
+    signature: Signature
+
+    @property
+    def ended(self) -> bool:
+        return self.recorded is not None and bool(self.recorded.ended)
+
+    def differs(self, other: Signature) -> bool:
+        """True if another rank's call does not fit this one."""
+        return self.signature[0] != other[0] and self.signature[1] == other[1]
 
 
 class _Difference(NamedTuple):
@@ -48,7 +65,7 @@ class _Difference(NamedTuple):
 
     number: int
     mine: _Compared
-    others: dict[int, int]
+    others: dict[int, Signature]
     since: float
 
 
@@ -61,7 +78,7 @@ class CallComparison:
         self._newest = 0  # number of the last call in _calls
         self._sent_at = 0.0
         self._calls: dict[int, _Compared] = {}
-        self._others: dict[int, dict[int, int]] = {}  # on the comparing rank, by number and rank
+        self._others: dict[int, dict[int, Signature]] = {}  # on the comparing rank, by number and rank
         self._texts: dict[
             tuple[int, int], str
         ] = {}  # there, by rank and number, of ranks that have closed the group
@@ -70,8 +87,12 @@ class CallComparison:
         if context.job.control is not None:
             context.job.control.watch(context.name, self._key, lambda error: None, self.report)
 
-    def add(self, calls: Sequence[TorchCall]) -> None:
-        """Keep the calls that are new among ``calls``, this rank's last ones, and send their signatures."""
+    def add(self, calls: Sequence[TorchCall], unrecorded: UnrecordedCall | None = None) -> None:
+        """Keep the calls that are new among ``calls``, this rank's last ones, and send their signatures.
+
+        Args:
+            unrecorded: the call that it is blocked in, if that was not recorded.
+        """
         by_number: dict[int, TorchCall] = {}
         for call in calls:  # torch gives coalesced ones one number
             by_number.setdefault(call.seq, call)
@@ -82,12 +103,16 @@ class CallComparison:
                 step *= 2
             fresh = [number for number in fresh if number % step == 0 or number == self._newest]
             for number in fresh:
-                call = by_number[number]
-                self._calls[number] = _Compared(call, _signature(call.watched_call))
-            _shorten(self._calls)
-        elif self._calls and not self._calls[self._newest].call.ended:
-            fresh = [self._newest] if time.monotonic() - self._sent_at >= _AGAIN_S else []
-        comparing = next(self._remaining())
+                made = by_number[number].watched_call
+                self._calls[number] = _Compared(made, by_number[number], (_signature(made), 1))
+        if unrecorded is not None and unrecorded.is_described and unrecorded.seq not in self._calls:
+            fresh.append(unrecorded.seq)
+            self._calls[unrecorded.seq] = _Compared(unrecorded, None, (_signature(unrecorded), 0))
+        _shorten(self._calls)
+        last = max(self._calls, default=0)
+        if last and not (fresh or self._calls[last].ended):
+            fresh = [last] if time.monotonic() - self._sent_at >= _AGAIN_S else []
+        comparing = next(self._remaining(), self._context.job.rank)
         if comparing != self._comparing:  # the last one, if there was one, has ended
             self._comparing = comparing
             fresh = sorted(self._calls)[-_MOST:]
@@ -102,7 +127,7 @@ class CallComparison:
         return (rank for rank in self._context.ranks if rank not in departed)
 
     def _signatures(self, numbers: Sequence[int]) -> list[list[int]]:
-        return [[number, self._calls[number].signature] for number in numbers]
+        return [[number, *self._calls[number].signature] for number in numbers]
 
     def send(self, ranks: Sequence[int], what: Message) -> None:
         """Send a message about this rank's calls to members."""
@@ -118,8 +143,8 @@ class CallComparison:
 
     def receive(self, rank: int, signatures: Sequence[Sequence[int]], texts: Mapping[str, str]) -> None:
         """Signatures of another rank, on the comparing one; with descriptions if that rank has closed the group."""
-        for number, signature in signatures:
-            self._others.setdefault(int(number), {})[rank] = int(signature)
+        for number, signature, recorded in signatures:
+            self._others.setdefault(int(number), {})[rank] = int(signature), int(recorded)
         _shorten(self._others)
         self._texts.update({(rank, int(number)): str(text) for number, text in texts.items()})
 
@@ -137,7 +162,7 @@ class CallComparison:
     def _first_difference(self) -> _Difference | None:
         for number in sorted(self._calls.keys() & self._others.keys()):
             mine, others = self._calls[number], self._others[number]
-            if any(signature != mine.signature for signature in others.values()):
+            if any(map(mine.differs, others.values())):
                 return _Difference(number, mine, others, time.monotonic())
             if len(others) == self._context.size - 1:
                 del self._others[number]
@@ -146,18 +171,18 @@ class CallComparison:
     def _error(self, found: _Difference) -> CollectiveMismatchError:
         context, number, own = self._context, found.number, self._context.job.rank
         signatures = {own: found.mine.signature, **found.others}
-        alike: dict[int, list[int]] = {}
+        alike: dict[Signature, list[int]] = {}
         for rank in sorted(signatures):
             alike.setdefault(signatures[rank], []).append(rank)
         shown = [*alike.values()][:_SHOWN]
         texts = self._request_texts(number, {ranks[0] for ranks in shown} - {own})
-        texts[own] = _text(found.mine.call)
+        texts[own] = _text(found.mine)
         lines = [f"{self._who(ranks)}: {texts.get(ranks[0], 'another call')}" for ranks in shown]
         return CollectiveMismatchError(
             f"the calls #{number} of the ranks of group {context.name!r} differ:\n  " + "\n  ".join(lines),
             group=context.name,
             rank=operation_errors.only_different({rank: str(one) for rank, one in signatures.items()}),
-            op=found.mine.call.watched_call.op.name,
+            op=found.mine.call.op.name,
             seq=number,
         )
 
@@ -176,7 +201,7 @@ class CallComparison:
     def report(self, most: int = 2 * _MOST) -> Message:
         """The last calls whose signatures were sent (on the control thread)."""
         calls = dict(self._calls)
-        return {"texts": {str(number): _text(calls[number].call) for number in sorted(calls)[-most:]}}
+        return {"texts": {str(number): _text(calls[number]) for number in sorted(calls)[-most:]}}
 
     def close(self, calls: Sequence[TorchCall]) -> None:
         """Send what is needed for comparisons after this rank has gone; ``calls`` as for :meth:`add`."""
@@ -190,13 +215,22 @@ class CallComparison:
             self._context.job.control.unwatch(self._context.name, self._key)
 
 
+_FAMILIES = {
+    "all_gather_into_tensor": OPS["all_gather"].code,
+    "reduce_scatter_tensor": OPS["reduce_scatter"].code,
+    "all_to_all_single": OPS["all_to_all"].code,
+}
+"""Operations that fit others."""
+
+
 def _shorten(by_number: dict[int, Any]) -> None:
     while len(by_number) > _KEPT:
         del by_number[min(by_number)]
 
 
-def _text(call: TorchCall) -> str:
-    return f"{call.watched_call.describe()[:400]} at {call.site}"
+def _text(compared: _Compared) -> str:
+    call = compared.call
+    return f"{call.describe()[:400]}{call.site and f' at {call.site}'}"
 
 
 def _signature(call: Call) -> int:
@@ -206,11 +240,11 @@ def _signature(call: Call) -> int:
     elements of reductions, the bytes of other collectives, and nothing where the ranks' sizes may differ. Hashes of
     tuples of numbers do not depend on PYTHONHASHSEED.
     """
-    op = call.op
+    op, code = call.op, _FAMILIES.get(call.op.name, call.op.code)
     if op.root_has_sizes or op.sizes is Sizes.EXCHANGED:
-        return hash((op.code, call.root))
-    listed = call.outputs if op.sizes is Sizes.GATHERED and op.uneven else call.inputs
-    if call.reduce is None and not op.reduces:
-        return hash((op.code, call.root, *[b.count * b.dtype.itemsize for b in listed]))
+        return hash((code, call.root))
+    listed = call.outputs if op.sizes in (Sizes.GATHERED, Sizes.GATHERED_FLAT) else call.inputs
+    if not op.reduces:
+        return hash((code, call.root, sum(b.count * b.dtype.itemsize for b in listed)))
     reduce = call.reduce.code if call.reduce is not None else 0
-    return hash((op.code, call.root, reduce, *[(b.dtype.code, b.count) for b in listed]))
+    return hash((code, call.root, reduce, *{b.dtype.code for b in listed}, sum(b.count for b in listed)))

@@ -15,7 +15,7 @@ from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import DTYPES, DType, Reduction
 from unicoll.backend.call import Call
 from unicoll.backend.flight_recorder import CallKind, failure_text, line_of, user_frame
-from unicoll.backend.ops import OPS, Arity, Op, Sizes
+from unicoll.backend.ops import OPS, Op
 from unicoll.errors import DistError
 from unicoll.torch_plugin.compat import compile_not
 from unicoll.torch_plugin.method_table import reduction
@@ -256,25 +256,6 @@ class WatchedCall(Call):
 
     kind_of_call: CallKind
     message: int
-
-
-_COLLECTIVE = Op("collective", 0, Arity.NONE, Arity.NONE, Sizes.NONE)
-
-
-class UnrecordedCall(Call):
-    """A collective that torch's C++ code has started: of DistributedDataParallel, for example, or a functional one."""
-
-    __slots__ = ()
-
-    presumed = True
-
-    def __init__(self, group: TorchGroup, seq: int, site: str) -> None:
-        super().__init__(_COLLECTIVE, (), (), group.timeout)
-        self.seq = seq
-        self.site = site
-
-    def describe(self) -> str:
-        return "a collective that torch's C++ code has started"
 
 
 def _buffers(arguments: Sequence[Any], positions: Sequence[int]) -> Iterator[Buffer]:

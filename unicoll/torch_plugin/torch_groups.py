@@ -32,7 +32,8 @@ class TorchGroup:
 
     Attributes:
         pg: a weak reference to torch's process group.
-        name: torch's name of it, with a number if it had an earlier group of this name.
+        torchs_name: torch's name of it.
+        name: that name, with a number if it had an earlier group of this name.
         desc: torch's description of it.
         backend_name: torch's name of its backend, or ``"gloo+nccl"`` if it has several.
         completes: True if its works may be asked on any thread whether they are completed. Those of a device's library
@@ -54,6 +55,7 @@ class TorchGroup:
 
     def __init__(self, pg: Any, name: str, desc: str, config: str, is_new: bool) -> None:
         self.pg = weakref.ref(pg)
+        self.torchs_name = name
         _names[name] += 1
         self.name = name if _names[name] == 1 else f"{name}#{_names[name]}"
         self.desc = desc

@@ -21,8 +21,9 @@ from unicoll.net import logs
 from unicoll.net.control.group_failures import pack_error, unpack_error
 from unicoll.torch_plugin import call_recorder, torch_groups
 from unicoll.torch_plugin.call_comparison import CallComparison
-from unicoll.torch_plugin.torch_calls import TorchCall, UnrecordedCall, WatchedCall
+from unicoll.torch_plugin.torch_calls import TorchCall, WatchedCall
 from unicoll.torch_plugin.torch_groups import Channel, TorchGroup
+from unicoll.torch_plugin.torch_recorder import TorchRecorder, UnrecordedCall
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Completion
@@ -76,6 +77,7 @@ class WatchedBackend(ObservedBackend):
         super().__init__(context)
         self._group: TorchGroup | None = None
         self._failures: Failures | None = None
+        self._recorder: TorchRecorder | None = None
         self._comparison = CallComparison(context)
         self._difference: DistError | None = None
         self._final: dict[
@@ -86,13 +88,14 @@ class WatchedBackend(ObservedBackend):
         """Observe the calls of a recorded group."""
         group.job_number = self.context.job.number
         group.on_error = self._torch_raised
-        self._group, self._failures = group, failures
+        self._group, self._failures, self._recorder = group, failures, TorchRecorder(group)
         self.watch()
 
     def compare(self, calls: Sequence[TorchCall]) -> None:
         """Compare this rank's last collectives with those of the other ranks; several times a second."""
         if self._difference is None:
-            self._comparison.add(calls)
+            call = self.state.call
+            self._comparison.add(calls, call if isinstance(call, UnrecordedCall) else None)
             self._difference = self._comparison.find_difference()
             if self._difference is not None:
                 self.state.announce(self._difference)  # unless the group has failed of it before
@@ -130,21 +133,37 @@ class WatchedBackend(ObservedBackend):
             return
         if last is not None:
             state.last = last.seq, last.kind
-        newest = group.newest.seq if group.newest is not None else 0
-        state.call = self._unrecorded(group) if group.is_numbered and self.sequence > newest else None
+        state.call = self._unrecorded(group) if group.is_numbered else None
 
     def _unrecorded(self, group: TorchGroup) -> Call | None:
-        """The last collective, which torch has started in C++, if the main thread is in torch; else None."""
+        """The oldest collective that torch has not ended, as its flight recorder has it; None if there is none.
+
+        On a device's library that may be a recorded one. Without torch's flight recorder it is the last one, if it was
+        not recorded and the main thread is in torch.
+        """
+        number, recorder = self.sequence, self._recorder
+        assert recorder is not None
+        newest = group.newest.seq if group.newest is not None else 0
+        if group.completes and newest >= number:
+            return None
+        found = recorder.in_progress(number)
+        if found is None and recorder.is_available:
+            return None
         with ThreadFrames() as frames:
             top = frames.get(threading.main_thread().ident or 0)
             in_torch = top is not None and top.f_globals.get("__name__", "").partition(".")[0] == "torch"
             site = operation_errors.line_of_user(top) if in_torch else ""
             del top, frames
-        if not in_torch:
+        if found is not None:
+            number -= found.later
+        elif not in_torch or newest >= number:
             return None
         call = self.state.call
-        if not isinstance(call, UnrecordedCall) or (call.seq, call.site) != (self.sequence, site):
-            call = UnrecordedCall(group, self.sequence, site)
+        if call is None or (call.seq, call.site) != (number, site):
+            recorded = torch_groups.last_collectives().get(group, ()) if newest >= number else ()
+            call = next((each.watched_call for each in recorded if each.seq == number), None)
+            if call is None:
+                call = UnrecordedCall(group, number, site, found and found.entry)
         return call
 
     def _report(self) -> Report:
