@@ -109,7 +109,8 @@ FAULTS = {
     "killed": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) died: its process ended"),
     "killed in training": (
         True,
-        rf"rank \d: (a collective that torch's C\+\+ code has started|{IN_CPP}) #\d+ on group '0': rank 1 \(.*\) died: its process",
+        rf"rank \d: (a collective that torch's C\+\+ code has started|{IN_CPP}) #\d+ on group '0': rank 1 \(.*\) died: "
+        r"its process",
     ),
     "exits": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
     "leaves": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
@@ -177,7 +178,9 @@ def test_on_hang_ends_the_processes(how: str, tmp_path: Path) -> None:
     by_call, variables = (["watch"], {}) if how == "function" else ([], {"UNICOLL_WATCH": "1"})
     with program(2, tmp_path, "other group", *by_call, UNICOLL_ON_HANG="abort", **variables) as ranks:
         codes = [popen.wait(100) for popen in ranks.popens]
-        assert codes == ([2, 2] if how == "function" else [-signal.SIGABRT] * 2), ranks.all_errors()
+        # the end of one may be an error of torch in the other one
+        assert (2 if how == "function" else -signal.SIGABRT) in codes, ranks.all_errors()
+        assert all(codes), ranks.all_errors()
 
 
 def test_on_hang_is_checked() -> None:
@@ -198,8 +201,10 @@ GOOD = {
 @pytest.mark.parametrize("how", GOOD)
 def test_a_good_program_logs_nothing_and_its_calls_are_recorded(how: str, tmp_path: Path) -> None:
     dumps = tmp_path / "dumps"
-    variables = {} if "watch" in GOOD[how] else {"UNICOLL_WATCH": "1"}
-    with program(3, tmp_path, *GOOD[how], str(dumps), UNICOLL_STALL_WARNING="60", **variables) as ranks:
+    variables = {"UNICOLL_STALL_WARNING": "60", "UNICOLL_METRICS_FILE": str(tmp_path / "{rank}.prom")}
+    if "watch" not in GOOD[how]:
+        variables["UNICOLL_WATCH"] = "1"
+    with program(3, tmp_path, *GOOD[how], str(dumps), **variables) as ranks:
         assert [popen.wait(100) for popen in ranks.popens] == [0, 0, 0], ranks.all_errors()
         assert ranks.all_errors() == ""
         left = {ranks.out(rank).splitlines()[-1] for rank in range(3)}
@@ -208,6 +213,9 @@ def test_a_good_program_logs_nothing_and_its_calls_are_recorded(how: str, tmp_pa
         report = python("-m", "unicoll.trace", dumps).stdout
         assert "all calls have completed" in report, report
         assert "not called" not in report, report
+        for rank in range(3):
+            metrics = (tmp_path / f"{rank}.prom").read_text()
+            assert f'unicoll_calls_total{{op="all_reduce",group="0",rank="{rank}"}} 5\n' in metrics, metrics
 
 
 def test_a_dump_on_sigusr1_shows_where_the_ranks_are(tmp_path: Path) -> None:

@@ -77,13 +77,21 @@ class CallCounters:
         with self._lock:
             return {key: Counters(**asdict(counters)) for key, counters in self._counters.items()}
 
-    def _ended(self, call: HookedCall) -> None:
+    def counts(self, job: Job) -> bool:
+        """True if the calls of a job are counted."""
+        return self._hook is not None and self._hook in job.hooks
+
+    def count(self, op: str, group: str, nbytes: int, seconds: float, failed: bool) -> None:
+        """Count a call that has ended."""
         with self._lock:
-            counters = self._counters.setdefault((call.op, call.group), Counters())
+            counters = self._counters.setdefault((op, group), Counters())
             counters.calls += 1
-            counters.errors += bool(call.error)
-            counters.bytes += call.nbytes
-            counters.seconds += call.seconds
+            counters.errors += failed
+            counters.bytes += nbytes
+            counters.seconds += seconds
+
+    def _ended(self, call: HookedCall) -> None:
+        self.count(call.op, call.group, call.nbytes, call.seconds, bool(call.error))
 
     def _waited(self, call: HookedCall, seconds: float) -> None:
         with self._lock:

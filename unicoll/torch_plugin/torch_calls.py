@@ -108,6 +108,7 @@ class TorchCall:
         seq: number of the collective in the group, from 1; 0 for messages, and before it has one.
         message: number of the message among those of its kind (:meth:`TorchGroup.count_message`), from 1; else 0.
         returned: True once torch's method has returned.
+        counted: True once it is in the metrics.
         has_callbacks: True if the program has asked for the future of its work.
         created, ended: on the clock of ``time.monotonic``; ``ended`` is 0 if it has not, or is not known to have.
         error: text, or "".
@@ -119,6 +120,7 @@ class TorchCall:
         "_code",
         "_offset",
         "_options",
+        "counted",
         "created",
         "ended",
         "error",
@@ -140,7 +142,7 @@ class TorchCall:
         self.ended = 0.0
         self.seq = self.message = 0
         self.error = ""
-        self.returned = self.has_callbacks = False
+        self.returned = self.has_callbacks = self.counted = False
         # in line what most calls have: [tensor], options
         if (
             len(arguments) == 2

@@ -228,12 +228,17 @@ def end_completed() -> None:
             call.end()
 
 
+def last_calls() -> list[TorchCall]:
+    """The calls in the flight recorder."""
+    return [entry for entry in flight_recorder.snapshot() if isinstance(entry, TorchCall)]
+
+
 def last_collectives() -> dict[TorchGroup, list[TorchCall]]:
     """For each group the recorded collectives that have a number, in the order in which they began."""
     found: dict[TorchGroup, list[TorchCall]] = defaultdict(list)
-    for entry in flight_recorder.snapshot():
-        if isinstance(entry, TorchCall) and entry.seq:
-            found[entry.group].append(entry)
+    for call in last_calls():
+        if call.seq:
+            found[call.group].append(call)
     return found
 
 

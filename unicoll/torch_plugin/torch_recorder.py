@@ -114,7 +114,7 @@ class TorchRecorder:
         self._found: InProgress | None = None
 
     def in_progress(self, seq: int) -> InProgress | None:
-        """The oldest collective in progress, if the last one, ``seq``, was made some time ago; None if there is none."""
+        """The oldest collective in progress, if the last one, ``seq``, is not new; None if there is none."""
         now = time.monotonic()
         if seq != self._seq:
             self._seq, self._since, self._next, self._found = seq, now, now + _LASTS_S, None

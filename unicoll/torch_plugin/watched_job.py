@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -11,12 +12,17 @@ from typing import Any
 from unicoll.backend.contract import Job
 from unicoll.bootstrap.join import join, leave
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
+from unicoll.errors import DistArgumentError
 from unicoll.group.backend_choice import BackendChoice
+from unicoll.group.call_counters import counters_of_process, start_file
 from unicoll.group.process_group import ProcessGroup
+from unicoll.net import logs
 from unicoll.torch_plugin import torch_groups
 from unicoll.torch_plugin.torch_groups import TorchGroup
 from unicoll.torch_plugin.torch_job import TorchJob
 from unicoll.torch_plugin.watched_backend import Failures, WatchedBackend
+
+log = logs.logger("watch")
 
 _NAME = "torch"
 _JOIN_S = 300.0
@@ -42,6 +48,11 @@ class WatchedJob:
         self._compared_at = 0.0
         if self._job.control is not None:
             self._job.control.handle("calls", self._inbox.append)
+        if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
+            try:
+                start_file(self._job, metrics_file)
+            except DistArgumentError as error:  # the rest works without it
+                log.warning("%s", error)
 
     @property
     def is_exiting(self) -> bool:
@@ -78,12 +89,24 @@ class WatchedJob:
                 backend.receive(message)
             else:
                 self._inbox.append(message)
+        self._count()
         calls = torch_groups.last_collectives()
         for group, made in self._made.items():
             _backend_of(made).compare(calls.get(group, ()))
 
+    def _count(self) -> None:
+        """Add the recorded calls that have ended to the metrics."""
+        if counters_of_process.counts(self._job):
+            torch_groups.end_completed()
+            for call in torch_groups.last_calls():
+                if call.ended and not call.counted:
+                    call.counted, kind = True, call.kind
+                    seconds = call.ended - call.created
+                    counters_of_process.count(kind.op, kind.group, kind.nbytes, seconds, bool(call.error))
+
     def leave(self) -> None:
         """Leave the job."""
+        self._count()
         self._made.clear()
         leave(self._job)
 
