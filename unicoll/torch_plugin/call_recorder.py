@@ -17,9 +17,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unicoll.backend.flight_recorder import ring
+from unicoll.net import logs
 from unicoll.torch_plugin.compat import compile_not
 from unicoll.torch_plugin.torch_calls import METHODS, TorchCall
 from unicoll.torch_plugin.torch_groups import find, groups, pending
+
+log = logs.logger("watch")
 
 
 def awaited_in(frame: FrameType) -> TorchCall | None:
@@ -125,7 +128,10 @@ def _wait(self: Any, *limits: Any, **options: Any) -> Any:
             del pending[id(self)]
             call.end(error)
             if call.group.on_error is not None:
-                call.group.on_error(call, error)
+                try:
+                    call.group.on_error(call, error)
+                except Exception:  # the program gets torch's error
+                    log.debug("the cause of an error of torch is not known", exc_info=True)
         raise
     found = pending.pop(id(self), None)
     if found is not None and found[0]() is self:

@@ -80,6 +80,7 @@ class WatchedBackend(ObservedBackend):
         self._recorder: TorchRecorder | None = None
         self._comparison = CallComparison(context)
         self._difference: DistError | None = None
+        self._raised = False  # torch has, in a wait for a call
         self._final: dict[
             int, int
         ] = {}  # by rank that has closed the group the number of its last collective
@@ -214,10 +215,12 @@ class WatchedBackend(ObservedBackend):
     def _torch_raised(self, call: TorchCall, error: BaseException) -> None:
         """torch has raised an error in the wait for a call: find out whether a rank has ended."""
         if isinstance(error, RuntimeError):
-            self._await_cause()
-            lost = self._lost_error(call.watched_call)
-            if lost is not None:
-                self.state.announce(lost)
+            if not self._raised:  # only the first one waits
+                self._raised = True
+                self._await_cause()
+                lost = self._lost_error(call.watched_call)
+                if lost is not None:
+                    self.state.announce(lost)
             cause = self._difference or self.state.error
             if cause is not None:
                 add_note = getattr(error, "add_note", lambda text: None)  # from Python 3.11 on

@@ -30,7 +30,8 @@ _COMPARE_S = 0.2
 """Time between comparisons of the calls; longer if there are more than :data:`_MESSAGES_PER_S` messages a second."""
 _MESSAGES_PER_S = 1000
 _MAX_INBOX = 10_000
-"""Messages about calls that wait for their group to be made on this rank."""
+_INBOX_S = 30.0
+"""Messages about calls that wait for their group to be made on this rank, and how long they do."""
 
 
 class WatchedJob:
@@ -44,10 +45,12 @@ class WatchedJob:
         self._job: Job = join(_choices("torch"), None, rank, size, location, _JOIN_S, _JOIN_S, _NAME)
         self.failures = Failures(rank)
         self._made: dict[TorchGroup, ProcessGroup] = {}
-        self._inbox: deque[dict[str, Any]] = deque(maxlen=_MAX_INBOX)  # filled by the control thread
+        self._inbox: deque[tuple[float, dict[str, Any]]] = deque(
+            maxlen=_MAX_INBOX
+        )  # with the time of arrival
         self._compared_at = 0.0
         if self._job.control is not None:
-            self._job.control.handle("calls", self._inbox.append)
+            self._job.control.handle("calls", lambda found: self._inbox.append((time.monotonic(), found)))
         if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
             try:
                 start_file(self._job, metrics_file)
@@ -83,12 +86,12 @@ class WatchedJob:
         self._compared_at = now
         backends = {made.group_name: _backend_of(made) for made in self._made.values()}
         for _ in range(len(self._inbox)):
-            message = self._inbox.popleft()
+            arrived, message = self._inbox.popleft()
             backend = backends.get(message["group"])
             if backend is not None:
                 backend.receive(message)
-            else:
-                self._inbox.append(message)
+            elif now - arrived < _INBOX_S:
+                self._inbox.append((arrived, message))
         self._count()
         calls = torch_groups.last_collectives()
         for group, made in self._made.items():

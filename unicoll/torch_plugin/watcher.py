@@ -184,7 +184,10 @@ class Watcher:
 
     def _act(self, error: DistError) -> None:
         if callable(self._on_hang):
-            self._on_hang(error)
+            try:
+                self._on_hang(error)
+            except Exception:
+                log.exception("the function on_hang of watch() failed")
         elif self._on_hang == "abort":
             os.kill(os.getpid(), signal.SIGABRT)
 
