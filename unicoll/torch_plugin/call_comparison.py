@@ -9,7 +9,7 @@ a power of two, and the last one, in which a rank may be blocked.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from unicoll.backend import operation_errors
@@ -28,6 +28,8 @@ _MOST = 64
 """Calls in one message."""
 _KEPT = 1024
 """Numbers of which signatures are kept."""
+_SIGNATURES = 64 * _KEPT
+"""Most signatures of other ranks that are kept."""
 _AGAIN_S = 2.0
 """After this time the last call is sent again, if it has not ended: the comparing rank may not have had the group."""
 _OTHERS_S = 1.0
@@ -70,7 +72,7 @@ class _Difference(NamedTuple):
 
 
 class CallComparison:
-    """The comparison of one group's calls on one rank. Used by one thread, except for :meth:`report`."""
+    """The comparison of one group's calls on one rank. Used by one thread, except for :meth:`report` and :meth:`lacks`."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -82,6 +84,13 @@ class CallComparison:
         self._texts: dict[
             tuple[int, int], str
         ] = {}  # there, by rank and number, of ranks that have closed the group
+        self._final: dict[
+            int, int
+        ] = {}  # there, by rank that has closed the group, the number of its last call
+        self._asked: tuple[float, int] = (
+            0.0,
+            0,
+        )  # when the comparing rank was asked for these, and with how many
         self._difference: _Difference | None = None
         self._key = f"{context.backend} calls"
         if context.job.control is not None:
@@ -141,12 +150,33 @@ class CallComparison:
             }
             control.send({**header, **what})
 
-    def receive(self, rank: int, signatures: Sequence[Sequence[int]], texts: Mapping[str, str]) -> None:
-        """Signatures of another rank, on the comparing one; with descriptions if that rank has closed the group."""
-        for number, signature, recorded in signatures:
+    def receive(self, rank: int, message: Message) -> None:
+        """Signatures of another rank, on the comparing one; with more if that rank has closed the group."""
+        for number, signature, recorded in message.get("calls", ()):
             self._others.setdefault(int(number), {})[rank] = int(signature), int(recorded)
-        _shorten(self._others)
+        _shorten(self._others, max(_MOST, _SIGNATURES // self._context.size))
+        texts, final = message.get("texts", {}), message.get("final", {})
         self._texts.update({(rank, int(number)): str(text) for number, text in texts.items()})
+        self._final.update({int(closed): int(number) for closed, number in final.items()})
+
+    def lacks(self, number: int) -> int | None:
+        """A rank that has left the job without this collective, or None; the comparing rank is asked.
+
+        The ranks that leave do not tell all others: a job's end would need as many messages as it has pairs of ranks.
+        """
+        control = self._context.job.control
+        departed = [rank for rank in self._context.ranks if control is not None and rank in control.departed]
+        if not departed or control is None:
+            return None
+        comparing, now = next(self._remaining()), time.monotonic()
+        if comparing != self._context.job.rank and (
+            now - self._asked[0] >= _AGAIN_S or self._asked[1] != len(departed)
+        ):
+            self._asked = now, len(departed)
+            reports = control.request_reports(self._context.name, self._key, {comparing})
+            final = reports.get(comparing, {}).get("final", {})
+            self._final.update({int(closed): int(last) for closed, last in final.items()})
+        return next((rank for rank in departed if self._final.get(rank, number) < number), None)
 
     def find_difference(self) -> CollectiveMismatchError | None:
         """The error of calls that differ; on the comparing rank only."""
@@ -199,16 +229,24 @@ class CallComparison:
         return {rank: text for rank, text in (known | texts).items() if isinstance(text, str)}
 
     def report(self, most: int = 2 * _MOST) -> Message:
-        """The last calls whose signatures were sent (on the control thread)."""
+        """What other ranks ask for (on the control thread): the last calls whose signatures were sent, and more."""
         calls = dict(self._calls)
-        return {"texts": {str(number): _text(calls[number]) for number in sorted(calls)[-most:]}}
+        texts = {str(number): _text(calls[number]) for number in sorted(calls)[-most:]}
+        return {"texts": texts, "final": {str(rank): number for rank, number in [*self._final.items()]}}
 
-    def close(self, calls: Sequence[TorchCall]) -> None:
-        """Send what is needed for comparisons after this rank has gone; ``calls`` as for :meth:`add`."""
+    def close(self, calls: Sequence[TorchCall], final: int | None) -> None:
+        """Send what is needed after this rank has gone to the rank that compares then.
+
+        Args:
+            calls: as for :meth:`add`.
+            final: number of this rank's last collective; None if it is not known.
+        """
         self.add(calls)
         own = self._context.job.rank
+        if final is not None:
+            self._final[own] = final
         comparing = next((rank for rank in self._remaining() if rank != own), None)
-        if comparing is not None and self._calls:
+        if comparing is not None:
             signatures = self._signatures(sorted(self._calls)[-_MOST:])
             self.send([comparing], {"calls": signatures, **self.report(_LAST)})
         if self._context.job.control is not None:
@@ -223,8 +261,8 @@ _FAMILIES = {
 """Operations that fit others."""
 
 
-def _shorten(by_number: dict[int, Any]) -> None:
-    while len(by_number) > _KEPT:
+def _shorten(by_number: dict[int, Any], most: int = _KEPT) -> None:
+    while len(by_number) > most:
         del by_number[min(by_number)]
 
 

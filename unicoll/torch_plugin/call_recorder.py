@@ -96,7 +96,7 @@ def _recorded(name: str, torchs: Any) -> Any:
                 call.end(error)
                 raise
             if group.is_numbered:
-                call.seq = self._get_sequence_number_for_group() - group.messages
+                call.seq = group.number(self)
         call.returned = True
         if work is not None:
             pending[id(work)] = reference(work), call

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -80,7 +80,8 @@ class TorchGroup:
             and dist.get_debug_level() is not dist.DebugLevel.DETAIL
         )
         self._message_step = int(self.backend_name == "gloo")
-        self._counting = threading.Lock()
+        self._has_messages = False
+        self._counting = threading.RLock()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -134,18 +135,25 @@ class TorchGroup:
         """Have torch send or receive; ``is_one`` is False if it is not known how many messages."""
         before = self._torchs_number()
         step = self._message_step if is_one else None
-        try:
-            result = torchs()
-        except BaseException:
-            step = None
-            raise
-        finally:
-            if self.is_numbered:
-                # measured only where it is not known: other threads may make collectives at the same time
-                step = self._torchs_number() - before if step is None else step
-                with self._counting:
-                    self.messages += step
+        self._has_messages = True
+        with self._counting if is_one else nullcontext():  # see number()
+            try:
+                result = torchs()
+            except BaseException:
+                step = None
+                raise
+            finally:
+                if self.is_numbered:
+                    # measured only where it is not known: other threads may make collectives at the same time
+                    self.messages += self._torchs_number() - before if step is None else step
         return result
+
+    def number(self, pg: Any) -> int:
+        """The number of the collective that this thread has passed to torch last."""
+        if not self._has_messages:
+            return int(pg._get_sequence_number_for_group())
+        with self._counting:  # not while another thread's message is in torch's number only
+            return int(pg._get_sequence_number_for_group()) - self.messages
 
 
 _names: Counter[str] = Counter()

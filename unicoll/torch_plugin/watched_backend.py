@@ -81,9 +81,6 @@ class WatchedBackend(ObservedBackend):
         self._comparison = CallComparison(context)
         self._difference: DistError | None = None
         self._raised = False  # torch has, in a wait for a call
-        self._final: dict[
-            int, int
-        ] = {}  # by rank that has closed the group the number of its last collective
 
     def observe(self, group: TorchGroup, failures: Failures) -> None:
         """Observe the calls of a recorded group."""
@@ -101,22 +98,17 @@ class WatchedBackend(ObservedBackend):
             if self._difference is not None:
                 self.state.announce(self._difference)  # unless the group has failed of it before
                 self._log(self._difference)
-                self._comparison.send(self._others(), {"differ": pack_error(self._difference)})
-
-    def _others(self) -> list[int]:
-        return [rank for rank in self.context.ranks if rank != self.context.job.rank]
+                others = [rank for rank in self.context.ranks if rank != self.context.job.rank]
+                self._comparison.send(others, {"differ": pack_error(self._difference)})
 
     def receive(self, message: dict[str, Any]) -> None:
         """A message of another rank about its calls."""
         rank = message["from"]
         if rank in self.context.ranks:
-            if "final" in message:
-                self._final[rank] = int(message["final"])
             if "differ" in message:
                 self._difference = unpack_error(message["differ"])
                 self._log(self._difference)
-            if "calls" in message:
-                self._comparison.receive(rank, message["calls"], message.get("texts", {}))
+            self._comparison.receive(rank, message)
 
     @property
     def sequence(self) -> int:
@@ -202,11 +194,8 @@ class WatchedBackend(ObservedBackend):
         return posted
 
     def lost_member(self, call: Call) -> int | None:
-        lost, control = super().lost_member(call), self.context.job.control
-        if lost is None and control is not None:
-            gone = (rank for rank in [*control.departed] if call.seq > self._final.get(rank, call.seq))
-            lost = next(gone, None)
-        return lost
+        lost = super().lost_member(call)
+        return self._comparison.lacks(call.seq) if lost is None else lost
 
     def awaited_in(self, frame: FrameType) -> Call | None:
         call = call_recorder.awaited_in(frame)
@@ -278,9 +267,8 @@ class WatchedBackend(ObservedBackend):
         group = self._group
         if group is not None:
             group.on_error = None
-            if group.is_alive:
-                self._comparison.send(self._others(), {"final": self.sequence})
-            self._comparison.close(torch_groups.last_collectives().get(group, ()))
+            final = self.sequence if group.is_alive else None
+            self._comparison.close(torch_groups.last_collectives().get(group, ()), final)
         if self.context.job.control is not None:
             self.context.job.control.unwatch(self.context.name, self.context.backend)
         self.state.close()
