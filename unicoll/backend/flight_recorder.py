@@ -28,7 +28,13 @@ Entry = tuple[Any, ...]
 code object and offset, or as ``file:line`` and 0. If it failed, the error as text follows; of a message the error or
 "", and shape, peer and tag."""
 
-_LIBRARIES = ("unicoll", "torch", "ray")
+_LIBRARIES = (
+    "unicoll",
+    "torch",
+    "ray",
+    "typing_extensions",
+    "warnings",
+)  # torch's deprecated functions are wrapped
 _SUBMODULES = ("unicoll.", "torch.", "ray.")
 _MAX_ERROR = 1000
 _MAX_MESSAGE_KINDS = 256

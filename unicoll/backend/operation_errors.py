@@ -39,7 +39,7 @@ _UNKNOWN_S = 0.3
 """How long the request to a rank that does not have the group is repeated: it may be creating the group."""
 _BEHIND_S = 1.0
 """How long the request to a rank that is in an earlier call is repeated: it may be about to leave that call."""
-LIBRARY_PACKAGES = {*PACKAGES, "torch", "ray", *sys.stdlib_module_names}
+LIBRARY_PACKAGES = {*PACKAGES, "torch", "ray", "typing_extensions", *sys.stdlib_module_names}
 
 _TYPES = {dtype.code: dtype.name for dtype in DTYPES}
 

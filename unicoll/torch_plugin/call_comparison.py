@@ -72,7 +72,7 @@ class _Difference(NamedTuple):
 
 
 class CallComparison:
-    """The comparison of one group's calls on one rank. Used by one thread, except for :meth:`report` and :meth:`lacks`."""
+    """The comparison of one group's calls on one rank; one thread uses it, others :meth:`report` and :meth:`lacks`."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -81,16 +81,13 @@ class CallComparison:
         self._sent_at = 0.0
         self._calls: dict[int, _Compared] = {}
         self._others: dict[int, dict[int, Signature]] = {}  # on the comparing rank, by number and rank
-        self._texts: dict[
-            tuple[int, int], str
-        ] = {}  # there, by rank and number, of ranks that have closed the group
-        self._final: dict[
-            int, int
-        ] = {}  # there, by rank that has closed the group, the number of its last call
+        # there, of ranks that have closed the group: texts by rank and number, and the number of the last call by rank
+        self._texts: dict[tuple[int, int], str] = {}
+        self._final: dict[int, int] = {}
         self._asked: tuple[float, int] = (
             0.0,
             0,
-        )  # when the comparing rank was asked for these, and with how many
+        )  # when the comparing rank was asked, and how many ranks had ended
         self._difference: _Difference | None = None
         self._key = f"{context.backend} calls"
         if context.job.control is not None:
