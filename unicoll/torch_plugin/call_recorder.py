@@ -31,8 +31,7 @@ def awaited_in(frame: FrameType) -> TorchCall | None:
         variables = frame.f_locals
         if variables["limits"] or variables["options"]:
             return None
-        found = pending.get(id(variables["self"]))
-        return found[1] if found is not None else None
+        return _call_of(variables["self"])
     if frame.f_code in _METHODS:
         made: TorchCall | None = frame.f_locals.get("call")
         # without an own number it is not known which number it will have

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from unicoll.torch_plugin.torch_calls import TorchCall
 _MAX_CHANNELS = 200
 """Kinds of messages up to which a rank sends the numbers of all of them to the relay."""
 
+_REFUSED_S = 1.0
+"""After this time torch does not refuse a call."""
+
 Channel = tuple[str, int, int]
 """torch's method, the other member and the tag of messages: number n of the sender is number n of the receiver."""
 
@@ -27,7 +31,7 @@ class TorchGroup:
 
     The number of a collective must be equal on all ranks. Gloo and NCCL number their collectives, also those of torch's
     C++ code. Where the number may mean something else, the recorded collectives are counted: in a group with other or
-    several backends, a group that torch made before they were recorded (its messages may be in the number), and at
+    several backends, a group that had made calls before they were recorded (its messages may be in the number), and at
     torch's debug level DETAIL, whose comparison of calls comes before the number.
 
     Attributes:
@@ -44,7 +48,10 @@ class TorchGroup:
         newest: the collective that was made last, or None.
         last: the collective that ended last, or None.
         on_error: called with a call in whose wait torch raises an error, and the error; or None.
+        is_counted_from_start: True if equal numbers of calls on its members mean the same call, as far as the program
+            is correct: it was recorded before its first call.
         is_numbered: True if calls have torch's numbers.
+        has_messages: True once it has sent or received.
         messages: by how much torch's number is too high: Gloo counts messages, too, of which ranks have different
             numbers.
         count: number of its recorded collectives, if calls do not have torch's numbers.
@@ -74,13 +81,15 @@ class TorchGroup:
         self.counts_messages = self.completes
         self.rank: int = pg.rank()
         self._ranks: tuple[int, ...] = ()
+        has_numbers = self.backend_name in ("gloo", "nccl")
+        self.is_counted_from_start = is_new or (has_numbers and not pg._get_sequence_number_for_group())
         self.is_numbered = (
-            is_new
-            and self.backend_name in ("gloo", "nccl")
+            has_numbers
+            and self.is_counted_from_start
             and dist.get_debug_level() is not dist.DebugLevel.DETAIL
         )
         self._message_step = int(self.backend_name == "gloo")
-        self._has_messages = False
+        self.has_messages = False
         self._counting = threading.RLock()
 
     @property
@@ -133,10 +142,10 @@ class TorchGroup:
 
     def message(self, torchs: Callable[[], Any], is_one: bool = True) -> Any:
         """Have torch send or receive; ``is_one`` is False if it is not known how many messages."""
-        before = self._torchs_number()
         step = self._message_step if is_one else None
-        self._has_messages = True
+        self.has_messages = True
         with self._counting if is_one else nullcontext():  # see number()
+            before = self._torchs_number()
             try:
                 result = torchs()
             except BaseException:
@@ -144,13 +153,14 @@ class TorchGroup:
                 raise
             finally:
                 if self.is_numbered:
-                    # measured only where it is not known: other threads may make collectives at the same time
-                    self.messages += self._torchs_number() - before if step is None else step
+                    # measured where it is not known only: other threads may make collectives at the same time
+                    counted = self._torchs_number() - before
+                    self.messages += step if step is not None else min(counted, 1) if is_one else counted
         return result
 
     def number(self, pg: Any) -> int:
         """The number of the collective that this thread has passed to torch last."""
-        if not self._has_messages:
+        if not self.has_messages:
             return int(pg._get_sequence_number_for_group())
         with self._counting:  # not while another thread's message is in torch's number only
             return int(pg._get_sequence_number_for_group()) - self.messages
@@ -242,10 +252,14 @@ def last_calls() -> list[TorchCall]:
 
 
 def last_collectives() -> dict[TorchGroup, list[TorchCall]]:
-    """For each group the recorded collectives that have a number, in the order in which they began."""
+    """For each group the recorded collectives that have a number, in the order in which they began.
+
+    Without those that torch may still refuse, so that their numbers are given again.
+    """
     found: dict[TorchGroup, list[TorchCall]] = defaultdict(list)
+    now = monotonic()
     for call in last_calls():
-        if call.seq:
+        if call.seq and (call.returned or now - call.created > _REFUSED_S):
             found[call.group].append(call)
     return found
 

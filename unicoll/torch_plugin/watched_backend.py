@@ -91,7 +91,7 @@ class WatchedBackend(ObservedBackend):
 
     def compare(self, calls: Sequence[TorchCall]) -> None:
         """Compare this rank's last collectives with those of the other ranks; several times a second."""
-        if self._difference is None:
+        if self._difference is None and self._is_comparable:
             call = self.state.call
             self._comparison.add(calls, call if isinstance(call, UnrecordedCall) else None)
             self._difference = self._comparison.find_difference()
@@ -100,6 +100,11 @@ class WatchedBackend(ObservedBackend):
                 self._log(self._difference)
                 others = [rank for rank in self.context.ranks if rank != self.context.job.rank]
                 self._comparison.send(others, {"differ": pack_error(self._difference)})
+
+    @property
+    def _is_comparable(self) -> bool:
+        """True if the ranks' numbers of a call are equal."""
+        return self._group is not None and self._group.is_counted_from_start
 
     def receive(self, message: dict[str, Any]) -> None:
         """A message of another rank about its calls."""
@@ -174,7 +179,9 @@ class WatchedBackend(ObservedBackend):
 
     def operation(self, call: Call) -> Operation | None:
         group = self._group
-        if not call.op.message or group is None:
+        if group is None or not self._is_comparable:
+            return None
+        if not call.op.message:
             return super().operation(call)
         number = call.message if isinstance(call, WatchedCall) else 0
         if not (number and group.counts_messages):
@@ -195,7 +202,7 @@ class WatchedBackend(ObservedBackend):
 
     def lost_member(self, call: Call) -> int | None:
         lost = super().lost_member(call)
-        return self._comparison.lacks(call.seq) if lost is None else lost
+        return self._comparison.lacks(call.seq) if lost is None and self._is_comparable else lost
 
     def awaited_in(self, frame: FrameType) -> Call | None:
         call = call_recorder.awaited_in(frame)
@@ -267,8 +274,9 @@ class WatchedBackend(ObservedBackend):
         group = self._group
         if group is not None:
             group.on_error = None
-            final = self.sequence if group.is_alive else None
-            self._comparison.close(torch_groups.last_collectives().get(group, ()), final)
+            final = self.sequence if group.is_alive and self._is_comparable else None
+            calls = torch_groups.last_collectives() if self._is_comparable else {}
+            self._comparison.close(calls.get(group, ()), final)
         if self.context.job.control is not None:
             self.context.job.control.unwatch(self.context.name, self.context.backend)
         self.state.close()

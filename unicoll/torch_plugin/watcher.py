@@ -41,8 +41,8 @@ Action = Callable[[DistError], object]
 def watch(on_hang: str | Action | None = None) -> None:
     """Diagnose hangs and failures of every group of torch.distributed, of any backend, present and later.
 
-    Call it on every rank, before or after ``init_process_group``; a second call only replaces ``on_hang``. Nothing is
-    sent with torch's groups. Each process then
+    Call it on every rank, before the first call of a group; of groups that have made calls before, only waits and dead
+    ranks are diagnosed. A second call only replaces ``on_hang``. Nothing is sent with torch's groups. Each process then
 
     * records the last calls of its groups (``UNICOLL_FLIGHT_RECORDER`` of them) with call site and times, and writes
       them on SIGUSR1, if a group fails and ``UNICOLL_TRACE_DIR`` is set, and on
@@ -186,7 +186,7 @@ class Watcher:
         if callable(self._on_hang):
             try:
                 self._on_hang(error)
-            except Exception:
+            except BaseException:  # sys.exit() would end this thread only
                 log.exception("the function on_hang of watch() failed")
         elif self._on_hang == "abort":
             os.kill(os.getpid(), signal.SIGABRT)
