@@ -92,7 +92,7 @@ MINE = rf"  rank.*: all_reduce\(float32\[3\], SUM\) {LINE}\n"
 RANK_1 = r"  rank 1 \(host \S+, pid PID\): "
 CYCLE = r"deadlock: \d ranks wait for each other in a cycle:\n(.*\n)*"
 HAS_RECORDER = hasattr(torchs, "_dump_fr_trace_json")
-IN_CPP = r"broadcast\(int32\[3\]\)" if HAS_RECORDER else r"torch's C\+\+ code has started"
+IN_CPP = r"broadcast\(int32\[\d\]\)" if HAS_RECORDER else r"torch's C\+\+ code has started"
 FAULTS = {
     # what rank 1 does: what one rank logs, or if it is certain, all ranks but those that have ended
     "sleeps": (False, rf"{WAITS}not in a collective of this group; is {LINE}"),
