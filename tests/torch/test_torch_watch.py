@@ -118,6 +118,10 @@ FAULTS = {
     "other shape": (False, rf"{DIFFER}(.*\n)*{RANK_1}all_reduce\(float32\[5\], SUM\) {LINE}"),
     "other type": (False, rf"{DIFFER}(.*\n)*{RANK_1}all_reduce\(float64\[3\], SUM\) {LINE}"),
     "other order": (True, rf"{DIFFER}{MINE}{RANK_1}broadcast\(float32\[3\], root=0\) {LINE}"),
+    "other of many": (
+        True,
+        rf"{DIFFER}  rank.*: broadcast\(.*, root=0\) {LINE}\n{RANK_1}broadcast\(.*, root=1\) {LINE}",
+    ),
     "skips": (
         True,
         rf"{DIFFER}  rank.*: barrier\(\) {LINE}\n{RANK_1}broadcast\(float32\[3\], root=0\) {LINE}",
@@ -136,7 +140,8 @@ FAULTS = {
         rf"{CYCLE}{RANK_1}broadcast\(float32\[3\], root=0\) #1 on group '\d' {LINE} waits for rank \d",
     ),
 }
-BLOCKED = ("other group", "messages")
+FAULTS["other group at DETAIL"] = FAULTS["other group"]
+BLOCKED = ("other group", "other group at DETAIL", "messages")
 """Faults after which rank 1 is blocked in torch, too."""
 DIES = ("other shape", "other type")
 """Faults after which Gloo ends the process of the rank with the smaller array: of two ranks none remains to compare."""

@@ -20,6 +20,10 @@ import torch.distributed._functional_collectives as F
 import unicoll
 
 fault, *words = sys.argv[1:]
+if fault.endswith(" at DETAIL"):
+    fault = fault.removesuffix(" at DETAIL")
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
 if "watch" in words:
     from unicoll.torch_plugin import watch
 
@@ -131,6 +135,14 @@ elif fault == "other in C++":
 elif fault == "device":
     dist.all_reduce(x, async_op=True)
     dist.barrier(async_op=True)
+    hang()
+elif fault == "other of many":
+    works = [dist.broadcast(x, int(rank == 1 and i == 77), async_op=True) for i in range(200)]
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError:  # Gloo ends calls of some ranks
+        hang()
     hang()
 elif fault == "other order":
     dist.all_reduce(x)

@@ -3,7 +3,7 @@
 A few times a second each rank sends signatures of its recorded calls to the comparing rank over the control plane: the
 first rank of the group that has not ended. That rank compares those of equal numbers. On a difference it asks for the
 calls, and the group fails. If calls are made faster than that, some are compared: those whose numbers are multiples of
-a power of two, and the last one, in which a rank may be blocked.
+a power of two, the last one, and the one in which a rank is blocked.
 """
 
 from __future__ import annotations
@@ -84,36 +84,37 @@ class CallComparison:
         # there, of ranks that have closed the group: texts by rank and number, and the number of the last call by rank
         self._texts: dict[tuple[int, int], str] = {}
         self._final: dict[int, int] = {}
-        self._asked: tuple[float, int] = (
-            0.0,
-            0,
-        )  # when the comparing rank was asked, and how many ranks had ended
+        self._asked = (0.0, 0)  # when the comparing rank was asked, and how many ranks had ended
         self._difference: _Difference | None = None
         self._key = f"{context.backend} calls"
         if context.job.control is not None:
             context.job.control.watch(context.name, self._key, lambda error: None, self.report)
 
-    def add(self, calls: Sequence[TorchCall], unrecorded: UnrecordedCall | None = None) -> None:
+    def add(self, calls: Sequence[TorchCall], oldest: Call | None = None) -> None:
         """Keep the calls that are new among ``calls``, this rank's last ones, and send their signatures.
 
         Args:
-            unrecorded: the call that it is blocked in, if that was not recorded.
+            oldest: the oldest call in progress, which may not have been recorded; None if it is not known.
         """
         by_number: dict[int, TorchCall] = {}
         for call in calls:  # torch gives coalesced ones one number
             by_number.setdefault(call.seq, call)
-        fresh = [number for number in by_number if number > self._newest]
-        if fresh:
-            self._newest, step = max(fresh), 1
-            while sum(number % step == 0 for number in fresh) > _MOST:
-                step *= 2
-            fresh = [number for number in fresh if number % step == 0 or number == self._newest]
-            for number in fresh:
-                made = by_number[number].watched_call
-                self._calls[number] = _Compared(made, by_number[number], (_signature(made), 1))
-        if unrecorded is not None and unrecorded.is_described and unrecorded.seq not in self._calls:
-            fresh.append(unrecorded.seq)
-            self._calls[unrecorded.seq] = _Compared(unrecorded, None, (_signature(unrecorded), 0))
+        new = [number for number in by_number if number > self._newest]
+        self._newest, step = max(new, default=self._newest), 1
+        while sum(number % step == 0 for number in new) > _MOST:
+            step *= 2
+        chosen = {
+            number for number in new if number % step == 0 or number == self._newest
+        } | self._others.keys()
+        if oldest is not None:
+            chosen.add(oldest.seq)
+        fresh = sorted(number for number in chosen & by_number.keys() if number not in self._calls)
+        for number in fresh:
+            made = by_number[number].watched_call
+            self._calls[number] = _Compared(made, by_number[number], (_signature(made), 1))
+        if isinstance(oldest, UnrecordedCall) and oldest.is_described and oldest.seq not in self._calls:
+            fresh.append(oldest.seq)
+            self._calls[oldest.seq] = _Compared(oldest, None, (_signature(oldest), 0))
         _shorten(self._calls)
         last = max(self._calls, default=0)
         if last and not (fresh or self._calls[last].ended):

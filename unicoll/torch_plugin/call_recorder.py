@@ -89,7 +89,7 @@ def _recorded(name: str, torchs: Any) -> Any:
             try:
                 work = torchs(self, *args, **options)
             except BaseException as error:
-                if group.count == call.seq:
+                if not group.is_numbered and group.count == call.seq:
                     group.count -= 1  # torch has refused it
                 call.seq = 0
                 call.end(error)
@@ -124,7 +124,7 @@ def _wait(self: Any, *limits: Any, **options: Any) -> Any:
     except BaseException as error:
         call = _call_of(self)
         if call is not None and not limits and not options:  # with a limit it may go on
-            del pending[id(self)]
+            pending.pop(id(self), None)
             call.end(error)
             if call.group.on_error is not None:
                 try:

@@ -86,7 +86,7 @@ class TorchGroup:
         self.is_numbered = (
             has_numbers
             and self.is_counted_from_start
-            and dist.get_debug_level() is not dist.DebugLevel.DETAIL
+            and dist.get_debug_level() != dist.DebugLevel.DETAIL  # equal values are different objects
         )
         self._message_step = int(self.backend_name == "gloo")
         self.has_messages = False
@@ -160,8 +160,9 @@ class TorchGroup:
 
     def number(self, pg: Any) -> int:
         """The number of the collective that this thread has passed to torch last."""
-        if not self.has_messages:
-            return int(pg._get_sequence_number_for_group())
+        number = int(pg._get_sequence_number_for_group())
+        if not self.has_messages:  # it is set before the first message is in the number
+            return number
         with self._counting:  # not while another thread's message is in torch's number only
             return int(pg._get_sequence_number_for_group()) - self.messages
 
@@ -242,7 +243,7 @@ def end_completed() -> None:
         work = reference()
         if work is None or (call.group.completes and work.is_completed()):
             if pending.get(key, (None,))[0] is reference:
-                del pending[key]
+                pending.pop(key, None)  # another thread may have
             call.end()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -93,7 +94,7 @@ class WatchedBackend(ObservedBackend):
         """Compare this rank's last collectives with those of the other ranks; several times a second."""
         if self._difference is None and self._is_comparable:
             call = self.state.call
-            self._comparison.add(calls, call if isinstance(call, UnrecordedCall) else None)
+            self._comparison.add(calls, call)
             self._difference = self._comparison.find_difference()
             if self._difference is not None:
                 self.state.announce(self._difference)  # unless the group has failed of it before
@@ -103,8 +104,8 @@ class WatchedBackend(ObservedBackend):
 
     @property
     def _is_comparable(self) -> bool:
-        """True if the ranks' numbers of a call are equal."""
-        return self._group is not None and self._group.is_counted_from_start
+        """True if the ranks' numbers of a call are equal. Counted ones are not, if some ranks have compiled a call."""
+        return self._group is not None and self._group.is_numbered
 
     def receive(self, message: dict[str, Any]) -> None:
         """A message of another rank about its calls."""
@@ -173,15 +174,15 @@ class WatchedBackend(ObservedBackend):
     def has_unseen_wakers(self) -> bool:
         group = self._group
         return group is not None and (
-            (group.completes and not group.counts_messages)
+            not group.is_counted_from_start
+            or (group.completes and not group.counts_messages)
+            or _uses_rpc()
             or any(call.has_callbacks for call in torch_groups.pending_calls(group))
         )
 
     def operation(self, call: Call) -> Operation | None:
         group = self._group
-        if group is None or not self._is_comparable:
-            return None
-        if not call.op.message:
+        if not call.op.message or group is None:
             return super().operation(call)
         number = call.message if isinstance(call, WatchedCall) else 0
         if not (number and group.counts_messages):
@@ -280,6 +281,13 @@ class WatchedBackend(ObservedBackend):
         if self.context.job.control is not None:
             self.context.job.control.unwatch(self.context.name, self.context.backend)
         self.state.close()
+
+
+def _uses_rpc() -> bool:
+    """True if threads of torch's RPC, of which idle ones have no Python frame, may call functions of the program."""
+    api = sys.modules.get("torch.distributed.rpc.api")
+    is_set = getattr(api, "_is_current_rpc_agent_set", None)
+    return is_set is not None and bool(is_set())
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
