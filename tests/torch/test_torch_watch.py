@@ -170,6 +170,13 @@ def test_the_rank_that_does_something_else_is_named(fault: str, size: int, tmp_p
                 ranks.await_text(rank, pattern)
 
 
+def test_the_others_are_diagnosed_after_rank_0_has_left(tmp_path: Path) -> None:
+    with program(4, tmp_path, "other group without rank 0", UNICOLL_WATCH="1") as ranks:
+        pattern = FAULTS["other group"][1].replace("PID", str(ranks.popens[1].pid))
+        for rank in range(1, 4):
+            ranks.await_text(rank, pattern)
+
+
 def test_the_error_of_torch_has_the_cause(tmp_path: Path) -> None:
     with program(2, tmp_path, "raises", "watch") as ranks:
         assert ranks.popens[0].wait(100)

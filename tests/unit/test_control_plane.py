@@ -94,6 +94,23 @@ def test_a_failure_announced_without_a_relay_reaches_all_members(delay: float) -
         assert clients[1].group_failure("pair") is None
 
 
+def test_another_rank_hosts_the_relay_after_rank_0_has_left() -> None:
+    """Ranks that leave while there is no relay have left, and ranks that die afterwards have died."""
+    with joined(5) as clients:
+        clients[0].close()
+        assert clients[1].await_departure(0, 30) is not None
+        for rank in (1, 3):
+            clients[rank].close()
+        await_true(lambda: [c._relay_rank for c in (clients[2], clients[4])] == [2, 2])
+        assert clients[4].await_departure(3, 30) is not None
+        assert clients[4].left == {0, 1, 3}
+        assert clients[4].died == set()
+        clients[4]._closed = True
+        clients[4]._connection.interrupt()
+        assert clients[2].await_departure(4, 30) is not None
+        assert clients[2].died == {4}
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.002, 0.005, 0.02])
 def test_a_client_closes_while_it_connects_to_a_new_relay(
     delay: float, capfd: pytest.CaptureFixture[str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -36,6 +36,38 @@ def test_a_rank_whose_call_is_failing_is_not_blocked(monkeypatch: pytest.MonkeyP
     queue.join(30)
     assert (before, meanwhile) == (True, False)
     assert isinstance(group.error, DistError)
+
+
+@pytest.mark.parametrize(
+    ("folder", "names", "is_blocked"),
+    [
+        ("site-packages", {}, True),
+        ("site-packages", {"torch": ModuleType("torch")}, False),
+        ("site-packages", {"dist": ModuleType("torch.distributed")}, False),
+        ("training", {}, False),
+    ],
+)
+def test_a_daemon_thread_of_an_installed_package_does_not_call_torch(
+    folder: str, names: dict[str, Any], is_blocked: bool
+) -> None:
+    program = compile("def run():\n    started.set(); end.wait()", f"/{folder}/bar/monitor.py", "exec")
+    started, end = threading.Event(), threading.Event()
+    module = {"__name__": "bar.monitor", "started": started, "end": end, **names}
+    exec(program, module)
+    backend = SimpleNamespace(
+        called_from_torch=True,
+        has_unseen_wakers=False,
+        awaited_in=lambda frame: None,
+        in_background=list,
+    )
+    thread = threading.Thread(target=module["run"], daemon=True)
+    thread.start()
+    try:
+        assert started.wait(30)
+        assert find_blocked_calls([cast(Any, backend)]) == ([], is_blocked)
+    finally:
+        end.set()
+        thread.join()
 
 
 def test_a_message_that_is_read_during_an_answer_ends_the_wait_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

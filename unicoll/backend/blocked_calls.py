@@ -3,8 +3,9 @@
 What a thread is in shows which call it waits for (:mod:`unicoll.backend.thread_activity`), its stack whether it waits:
 its innermost frame is unicoll's. A thread that joins another one waits as long as that, and a thread that waits for a
 future as long as all threads that could complete it. Threads of unicoll count only while they run a callback of the
-user, but a call whose end runs callbacks counts as one that a thread waits for. Daemon threads whose frames belong to
-modules without unicoll do not count, and neither do idle threads of a pool.
+user, but a call whose end runs callbacks counts as one that a thread waits for. Idle threads of a pool do not count,
+and neither do daemon threads whose frames belong to modules without unicoll. If torch leads to calls, these modules
+have to be without torch, too, and of an installed package, such as that of a progress bar.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from itertools import islice, takewhile
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -34,6 +36,8 @@ from unicoll.net.excepthook import PACKAGES
 
 _OURS = set(PACKAGES)
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages."""
 _IDLE = {("threading", "_shutdown"), ("concurrent.futures.thread", "_worker")}
 """Innermost functions, with their modules, of threads that only another thread can wake."""
 _FAILURES = (
@@ -203,18 +207,21 @@ def _cannot_call(thread: threading.Thread | None, top: FrameType, through_torch:
     if thread is not None and not thread.daemon:
         return False
     for frame in outwards(top):
+        may_use = _OURS
         if through_torch and _package(frame) not in LIBRARY_PACKAGES:
-            return False  # most modules of a program with torch can call torch.distributed
+            if not _INSTALLED.intersection(Path(frame.f_code.co_filename).parts):
+                return False  # most modules of a program with torch can call torch.distributed
+            may_use = _OURS | {"torch"}
         names = frame.f_globals
-        if names.get("__name__") == "__main__" or any(_is_ours(value) for value in [*names.values()]):
+        if names.get("__name__") == "__main__" or any(_origin(x) in may_use for x in [*names.values()]):
             return False
     return True
 
 
-def _is_ours(value: Any) -> bool:
-    """True for unicoll, its modules, and what is defined in them."""
+def _origin(value: Any) -> str:
+    """The package that a value of a module's namespace is, or is defined in."""
     name = getattr(value, "__name__", "") if type(value) is type(sys) else getattr(value, "__module__", "")
-    return isinstance(name, str) and name.partition(".")[0] in _OURS
+    return name.partition(".")[0] if isinstance(name, str) else ""
 
 
 def _runs_callback(thread: int, top: FrameType) -> bool:

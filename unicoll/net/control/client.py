@@ -1,8 +1,8 @@
 """A process's client of the control plane.
 
 Every process has one authenticated connection to a relay in rank 0. The connection shows that the process is alive:
-when it dies the kernel closes the connection, and the relay informs all ranks. When rank 0 dies or fails, the lowest
-remaining rank hosts a relay in its place, and a store if the job's store has ended with rank 0
+when it dies the kernel closes the connection, and the relay informs all ranks. When rank 0 ends before others, the
+lowest remaining rank hosts a relay in its place, and a store if the job's store has ended with rank 0
 (:mod:`unicoll.net.control.standby`). Failures of a group are announced through the relay, which keeps the first one of
 each group, so that all ranks raise the same error. Operations that succeed do not use the control plane.
 """
@@ -32,7 +32,7 @@ from unicoll.net.channel import Connection
 from unicoll.net.control.clock import ClockOffset, Offset
 from unicoll.net.control.departures import Departures
 from unicoll.net.control.group_failures import GroupFailures
-from unicoll.net.control.relay import PeerInfo, Relay
+from unicoll.net.control.relay import PeerInfo, Relay, departure_of
 from unicoll.net.control.relay_connection import Message, RelayConnection
 from unicoll.net.control.reports import Report, Reports
 from unicoll.net.control.standby import Standby
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 log = logs.logger("control")
 
+_LEAVE_S = 1.0
+"""Seconds for which there is no relay after its process has left the job: the other ranks usually leave, too."""
 _TAKEOVER_S = 30.0
 """Seconds in which the ranks connect to a new relay after the relay's process has died."""
 _REFUSALS_S = 1.0
@@ -367,20 +369,23 @@ class ControlClient:
 
     def _await_new_relay(self) -> Connection | None:
         """The connection to the relay that replaces the last one; None if no relay replaces it."""
+        last = self._relay_rank
+        has_left = last in self.left
         with self._changed:
-            # if the relay's rank has left the job in order, the other ranks leave it, too
-            self._takeover_possible = (
-                self._takeover_possible and self._ready and self._relay_rank not in self.left
-            )
+            self._takeover_possible = self._takeover_possible and self._ready
+            if has_left and self._takeover_possible:
+                self._changed.wait_for(lambda: self._closed, _LEAVE_S)
+        # how a process ended that is not there any more
+        how = f"its process ended after rank {last} had left" if has_left else None
         deadline = time.monotonic() + _TAKEOVER_S
         while self._takeover_possible and not self._closed and time.monotonic() < deadline:
             rank = min(set(range(self.size)) - self.departed.keys(), default=self.rank)
             try:
                 if rank == self.rank:
-                    self._host_relay()
+                    self._host_relay(how)
                 return self._connect_to_new_relay(rank, self.peers[rank], deadline)
             except ConnectionRefusedError:
-                self._departures.record_death(rank, self.describe(rank))
+                self._departures.record(*departure_of(rank, self.describe(rank), how))
             except Exception as e:  # this thread must continue
                 log.debug("the new relay in rank %d cannot be reached: %r", rank, e)
                 time.sleep(_RETRY_S)
@@ -389,9 +394,9 @@ class ControlClient:
             self._changed.notify_all()
         return None
 
-    def _host_relay(self) -> None:
+    def _host_relay(self, how: str | None) -> None:
         expected = {r: self.peers[r] for r in range(self.size) if r not in self.departed}
-        self._standby.serve(self._departures.all(), expected)
+        self._standby.serve(self._departures.all(), expected, how)
 
     def _connect_to_new_relay(self, rank: int, peer: PeerInfo, deadline: float) -> Connection:
         sock = self._connection.connect(peer.address, peer.port, rank, _REPLY_S, deadline)

@@ -53,10 +53,6 @@ class Departures:
             rank, reason = json.loads(found)
             self.record(rank, reason, "failed")
 
-    def record_death(self, rank: int, process: str) -> None:
-        """Nothing listens at the address of ``rank`` any more; ``process`` describes it for messages."""
-        self.record(rank, f"{process} died: its process ended without leaving the job", "died")
-
     def all(self) -> list[Departure]:
         """All departures, for a new relay."""
         return [(rank, reason, self._manner(rank)) for rank, reason in self.departed.items()]

@@ -1,7 +1,7 @@
 """The relay of the control plane: a server to which every process is connected.
 
 It detects deaths: a process that dies closes its connection, and the relay informs all others. It is in rank 0 and,
-after rank 0 has died, in another process (:mod:`unicoll.net.control.standby`).
+after rank 0 has ended, in another process (:mod:`unicoll.net.control.standby`).
 """
 
 from __future__ import annotations
@@ -63,12 +63,24 @@ class Takeover(NamedTuple):
         store: address and port of the store that replaces the job's store, or None if that still exists.
         departures: of the ranks that have ended.
         expected: the ranks that have yet to connect.
+        how: how those of them have left the job whose processes have ended; None if they died.
     """
 
     listener: socket.socket
     store: tuple[str, int] | None
     departures: list[Departure]
     expected: dict[int, PeerInfo]
+    how: str | None = None
+
+
+def departure_of(rank: int, process: str, how: str | None) -> Departure:
+    """The departure of a process that has left the job, ``how`` says how or is "", or that has died if it is None.
+
+    ``process`` describes it for messages.
+    """
+    if how is None:
+        return rank, f"{process} died: its process ended without leaving the job", "died"
+    return rank, f"{process} has left the job{how and f': {how}'}", "left"
 
 
 @dataclass
@@ -88,12 +100,9 @@ class _Member:
         name = self.describe()
         if isinstance(error, TamperedError):
             return self.rank, f"{name} was disconnected: {error.strerror}", "died"
-        if self.goodbye is None:
-            return self.rank, f"{name} died: its process ended without leaving the job", "died"
-        if self.goodbye["error"]:
+        if self.goodbye is not None and self.goodbye["error"]:
             return self.rank, f"{name} ended with {self.goodbye['error']}", "failed"
-        how = f": {self.goodbye['how']}" if self.goodbye["how"] else ""
-        return self.rank, f"{name} has left the job{how}", "left"
+        return departure_of(self.rank, name, self.goodbye["how"] if self.goodbye is not None else None)
 
 
 class _Warnings:
@@ -264,7 +273,7 @@ class Relay(FrameServer):
                 socket.create_connection((info.address, info.port), 1.0).close()
             except ConnectionRefusedError:
                 del takeover.expected[rank]
-                self._unannounced.append(_Member(rank, info).departure(None))
+                self._unannounced.append(departure_of(rank, _Member(rank, info).describe(), takeover.how))
             except OSError:
                 continue  # the process may be alive but overloaded
 

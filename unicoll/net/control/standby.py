@@ -1,7 +1,7 @@
-"""The relay and the store that replace those of rank 0 when its process has died.
+"""The relay and the store that replace those of rank 0 when its process has ended before others.
 
 Every process has a listening socket, and all ranks exchange the addresses when they join. No process accepts
-connections there at first. When the process that hosts the relay dies, the lowest remaining rank serves a relay on its
+connections there at first. When the process that hosts the relay ends, the lowest remaining rank serves a relay on its
 listening socket, and a store if the job's store has ended, too; the other ranks connect to it. The same happens when
 that process dies.
 """
@@ -61,8 +61,11 @@ class Standby:
         self._listener = guard(listen(self._host))
         self.port = int(self._listener.getsockname()[1])
 
-    def serve(self, departures: list[Departure], expected: Mapping[int, PeerInfo]) -> None:
-        """Host the relay for the ``expected`` ranks, and a store if the job's has ended; no effect if repeated."""
+    def serve(self, departures: list[Departure], expected: Mapping[int, PeerInfo], how: str | None) -> None:
+        """Host the relay for the ``expected`` ranks, and a store if the job's has ended; no effect if repeated.
+
+        ``how`` is that of :class:`Takeover`.
+        """
         from unicoll.net.stores.tcp import TCPStore
 
         listener, self._listener = self._listener, None
@@ -75,7 +78,7 @@ class Standby:
                 self._host, 0, None, True, _STORE_TIMEOUT, False, secret=secret, bind=self._host
             )
             address = self._host, self._served.port
-        takeover = Takeover(listener, address, departures, dict(expected))
+        takeover = Takeover(listener, address, departures, dict(expected), how)
         self._relay = Relay(self._size, self._key, self._host, self._rank, takeover, self._host_timeout)
 
     def use_store(self, address: tuple[str, int], timeout: timedelta) -> None:
