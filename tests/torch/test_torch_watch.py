@@ -140,8 +140,10 @@ FAULTS = {
         rf"{CYCLE}{RANK_1}broadcast\(float32\[3\], root=0\) #1 on group '\d' {LINE} waits for rank \d",
     ),
 }
-FAULTS["other group at DETAIL"] = FAULTS["other group"]
-BLOCKED = ("other group", "other group at DETAIL", "messages")
+FAULTS["other group with DETAIL"] = FAULTS["other group"]
+FAULTS["skips with the default backend"] = FAULTS["skips"]
+FAULTS["skips with two backends"] = True, FAULTS["skips"][1].replace("'0'", "'0:cpu'")
+BLOCKED = ("other group", "other group with DETAIL", "messages")
 """Faults after which rank 1 is blocked in torch, too."""
 DIES = ("other shape", "other type")
 """Faults after which Gloo ends the process of the rank with the smaller array: of two ranks none remains to compare."""

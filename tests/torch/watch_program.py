@@ -20,8 +20,15 @@ import torch.distributed._functional_collectives as F
 import unicoll
 
 fault, *words = sys.argv[1:]
-if fault.endswith(" at DETAIL"):
-    fault = fault.removesuffix(" at DETAIL")
+fault, _, how = fault.partition(" with ")
+backend = "gloo"
+if how == "the default backend":
+    backend = None
+elif how == "two backends":
+    import torch.testing._internal.distributed.fake_pg  # a backend for CUDA without CUDA
+
+    backend = "cpu:gloo,cuda:fake"
+elif how == "DETAIL":
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()
 if "watch" in words:
@@ -40,7 +47,7 @@ if (
 
     torchs._dump_nccl_trace_json = torchs._dump_fr_trace_json
     TorchGroup.completes = property(lambda group: False, lambda group, value: None)
-dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+dist.init_process_group(backend, timeout=timedelta(minutes=10))
 rank, size = dist.get_rank(), dist.get_world_size()
 x = torch.ones(3)
 

@@ -63,14 +63,17 @@ def _recorded(name: str, torchs: Any) -> Any:
     is_message = METHODS[name].op.message
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        group = known(id(self))
-        if group is None or group.pg() is not self:
-            group = find(self)
-            if group is None:
-                return torchs(self, *args, **options)
         try:
-            call = TorchCall(group, name, args, options, sys._getframe(1))
+            group = known(id(self))
+            if group is None or group.pg() is not self:
+                group = find(self)
+            if group is not None:
+                if group.by_device:
+                    group = group.part_of(args, options)
+                call = TorchCall(group, name, args, options, sys._getframe(1))
         except Exception:  # arguments that torch will refuse, or that are not known
+            group = None
+        if group is None:
             return torchs(self, *args, **options)
         ring().append(call)
         if is_message:
@@ -153,6 +156,7 @@ def _monitored_barrier(torchs: Any) -> Any:
         group = find(self)
         if group is None:
             return torchs(self, *args, **options)
+        group = group.by_device.get("cpu", group)
         return group.message(lambda: torchs(self, *args, **options), is_one=False)
 
     return _replacing(method, torchs, "monitored_barrier")

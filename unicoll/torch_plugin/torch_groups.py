@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from time import monotonic
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -27,19 +28,29 @@ Channel = tuple[str, int, int]
 
 
 class TorchGroup:
-    """A group of torch.distributed whose calls are recorded. It does not keep torch's group alive.
+    """A backend of a group of torch.distributed whose calls are recorded. It does not keep torch's group alive.
 
     The number of a collective must be equal on all ranks. Gloo and NCCL number their collectives, also those of torch's
-    C++ code. Where the number may mean something else, the recorded collectives are counted: in a group with other or
-    several backends, a group that had made calls before they were recorded (its messages may be in the number), and at
-    torch's debug level DETAIL, whose comparison of calls comes before the number.
+    C++ code. Where the number may mean something else, the recorded collectives are counted: in a group with another
+    backend, a group that had made calls before they were recorded (its messages may be in the number), and at torch's
+    debug level DETAIL, whose comparison of calls comes before the number.
+
+    Args:
+        pg: torch's process group.
+        backend: torch's name of the backend.
+        device: a type of device that it is for.
+        number: how many groups torch has made of this name.
+        is_only: True if the group has no other backend.
+        is_new: True before the group's first call.
 
     Attributes:
         pg: a weak reference to torch's process group.
         torchs_name: torch's name of it.
-        name: that name, with a number if it had an earlier group of this name.
+        name: that name, with a number if it had an earlier group of this name, and the type of device if it has several
+            backends.
         desc: torch's description of it.
-        backend_name: torch's name of its backend, or ``"gloo+nccl"`` if it has several.
+        backend_name: torch's name of its backend.
+        by_device: if it has several backends and this is the first one, all of them by the type of device; else empty.
         completes: True if its works may be asked on any thread whether they are completed. Those of a device's library
             ask the device, which would break the capture of a graph.
         rank: of this process in the group.
@@ -60,16 +71,15 @@ class TorchGroup:
             use more than :data:`_MAX_CHANNELS` kinds of messages.
     """
 
-    def __init__(self, pg: Any, name: str, desc: str, config: str, is_new: bool) -> None:
+    def __init__(self, pg: Any, backend: str, device: str, number: int, is_only: bool, is_new: bool) -> None:
         self.pg = weakref.ref(pg)
-        self.torchs_name = name
-        _names[name] += 1
-        self.name = name if _names[name] == 1 else f"{name}#{_names[name]}"
-        self.desc = desc
-        backends = [part.partition(":") for part in config.split(",")]
-        names = [backend or device for device, _, backend in backends]
-        self.backend_name = "+".join(dict.fromkeys(names))
-        self.completes = all(backend in ("", "gloo") for _, _, backend in backends)
+        self.torchs_name = c10d._world.pg_names.get(pg, "")
+        numbered = self.torchs_name if number == 1 else f"{self.torchs_name}#{number}"
+        self.name = numbered if is_only else f"{numbered}:{device}"
+        self.desc = str(getattr(pg, "group_desc", ""))
+        self.backend_name = backend
+        self.by_device: dict[str, TorchGroup] = {}
+        self.completes = backend == "gloo"
         self.timeout = float("inf")
         self.job_number = 0
         self.newest: TorchCall | None = None
@@ -81,8 +91,14 @@ class TorchGroup:
         self.counts_messages = self.completes
         self.rank: int = pg.rank()
         self._ranks: tuple[int, ...] = ()
-        has_numbers = self.backend_name in ("gloo", "nccl")
-        self.is_counted_from_start = is_new or (has_numbers and not pg._get_sequence_number_for_group())
+        self._device = None if is_only else torch.device(device)  # whose number torch is asked for
+        has_numbers = backend in ("gloo", "nccl")
+        if has_numbers and is_only:
+            try:
+                pg._get_sequence_number_for_group()
+            except RuntimeError:  # torch does not know the backend that it has chosen itself
+                self._device = torch.device(device)
+        self.is_counted_from_start = is_new or (has_numbers and not self._read_number(pg))
         self.is_numbered = (
             has_numbers
             and self.is_counted_from_start
@@ -100,9 +116,28 @@ class TorchGroup:
             self._ranks = tuple(sorted(ranks, key=ranks.__getitem__))
         return self._ranks
 
+    @property
+    def parts(self) -> tuple[TorchGroup, ...]:
+        """This backend, and the others of the same group if it is the first one."""
+        return tuple(self.by_device.values()) or (self,)
+
+    def part_of(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> TorchGroup:
+        """The one of several backends that makes a call with these arguments."""
+        for argument in (*arguments, *options.values()):
+            while isinstance(argument, list | tuple) and argument:
+                argument = argument[0]
+            device = getattr(argument, "device", None)
+            if isinstance(device, torch.device) and device.type in self.by_device:
+                return self.by_device[device.type]
+        return self
+
+    def _read_number(self, pg: Any) -> int:
+        numbered = pg if self._device is None else pg._get_backend(self._device)
+        return int(numbered._get_sequence_number_for_group())
+
     def _torchs_number(self) -> int:
         pg = self.pg()
-        return int(pg._get_sequence_number_for_group()) if pg is not None and self.is_numbered else 0
+        return self._read_number(pg) if pg is not None and self.is_numbered else 0
 
     @property
     def sequence(self) -> int:
@@ -160,11 +195,12 @@ class TorchGroup:
 
     def number(self, pg: Any) -> int:
         """The number of the collective that this thread has passed to torch last."""
-        number = int(pg._get_sequence_number_for_group())
+        # in line what most groups need
+        number = int(pg._get_sequence_number_for_group()) if self._device is None else self._read_number(pg)
         if not self.has_messages:  # it is set before the first message is in the number
             return number
         with self._counting:  # not while another thread's message is in torch's number only
-            return int(pg._get_sequence_number_for_group()) - self.messages
+            return self._read_number(pg) - self.messages
 
 
 _names: Counter[str] = Counter()
@@ -204,7 +240,10 @@ def add(pg: Any) -> None:
 
 
 def find(pg: Any) -> TorchGroup | None:
-    """The recorded group of a process group of torch; None if it is not one of torch.distributed's, or has one rank."""
+    """The recorded group of a process group of torch; None if it is not one of torch.distributed's, or has one rank.
+
+    Of several backends the first one.
+    """
     with _finding:
         group = groups.get(id(pg))
         if group is not None and group.pg() is pg:
@@ -216,9 +255,15 @@ def find(pg: Any) -> TorchGroup | None:
 
 
 def _made(pg: Any, is_new: bool) -> TorchGroup:
-    world = c10d._world
-    desc = str(getattr(pg, "group_desc", ""))
-    return TorchGroup(pg, world.pg_names.get(pg, ""), desc, world.pg_backend_config.get(pg, ""), is_new)
+    name, config = c10d._world.pg_names.get(pg, ""), c10d._world.pg_backend_config.get(pg, "")
+    _names[name] += 1
+    pairs = [part.split(":") for part in config.split(",")]
+    is_only = len({pair[-1] for pair in pairs}) == 1  # torch makes one backend for all devices
+    made = {p[0]: TorchGroup(pg, p[-1], p[0], _names[name], is_only, is_new) for p in pairs}
+    first = next(iter(made.values()))
+    if not is_only:
+        first.by_device = made
+    return first
 
 
 def forget() -> None:

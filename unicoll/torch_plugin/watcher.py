@@ -176,7 +176,9 @@ class Watcher:
             job = self._job
             if job is not None and not job.is_exiting:
                 groups = [torch_groups.find(pg) for pg in [*c10d._world.pg_map]]
-                job.update([group for group in groups if group is not None and group.ranks])
+                job.update(
+                    [part for group in groups if group is not None and group.ranks for part in group.parts]
+                )
                 job.compare()
         if job is not None:
             while job.failures.new:
