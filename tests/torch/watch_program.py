@@ -170,6 +170,14 @@ elif fault == "messages":
     received.wait()
     sent.wait()
     dist.recv(x, (rank + 1) % size, tag=7)
+elif fault == "raises" and "later" in words:
+    from unicoll.torch_plugin.torch_groups import end_completed
+
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.01)
+    end_completed()  # as a thread of unicoll does
+    work.wait()
 elif fault == "receives":
     dist.recv(x, 1) if rank == 0 else hang()
 elif fault == "none":

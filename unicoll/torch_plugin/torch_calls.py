@@ -184,9 +184,10 @@ class TorchCall:
         return METHODS[self.method].op.message
 
     def end(self, error: BaseException | None = None) -> None:
-        """Mark the call as ended; only the first time counts."""
+        """Mark the call as ended; only the first time, and the first error, count."""
+        if error is not None and not self.error:
+            self.error = failure_text(error)
         if not self.ended:
-            self.error = failure_text(error) if error is not None else ""
             self.ended = monotonic()
             if self.seq:
                 self.group.last = self

@@ -283,11 +283,15 @@ def forget_destroyed() -> None:
 
 
 def end_completed() -> None:
-    """Mark the calls as ended that torch has completed; those whose work was dropped are not tracked any more."""
+    """Mark the calls as ended that torch has completed.
+
+    They are not tracked any more, and neither are those whose work was dropped; but the wait for one that has failed
+    will raise torch's error.
+    """
     for key, (reference, call) in [*pending.items()]:
         work = reference()
-        if work is None or (call.group.completes and work.is_completed()):
-            if pending.get(key, (None,))[0] is reference:
+        if work is None or (call.group.completes and not call.ended and work.is_completed()):
+            if (work is None or work.is_success()) and pending.get(key, (None,))[0] is reference:
                 pending.pop(key, None)  # another thread may have
             call.end()
 
@@ -313,7 +317,9 @@ def last_collectives() -> dict[TorchGroup, list[TorchCall]]:
 def pending_calls(group: TorchGroup) -> list[TorchCall]:
     """The calls of a group that have not been seen to end, oldest first; of a group of a device's library only the one
     that is being made."""
-    calls = {call for _, call in [*pending.values()] if call.group is group and group.completes}
+    calls = {
+        call for _, call in [*pending.values()] if call.group is group and group.completes and not call.ended
+    }
     newest = group.newest
     if newest is not None and not (newest.ended or newest.returned):
         calls.add(newest)
