@@ -208,7 +208,7 @@ _names: Counter[str] = Counter()
 groups: dict[int, TorchGroup] = {}
 """The recorded groups, by the id of torch's process group."""
 pending: dict[int, tuple[weakref.ref[Any], TorchCall]] = {}
-"""The calls that have not been seen to end, by the id of torch's work. The work has references to the tensors."""
+"""The calls whose works were not waited for, by the id of the work. The work has references to the tensors."""
 _finding = threading.Lock()
 _making = 0
 """Groups that torch is making."""
@@ -283,15 +283,11 @@ def forget_destroyed() -> None:
 
 
 def end_completed() -> None:
-    """Mark the calls as ended that torch has completed.
-
-    They are not tracked any more, and neither are those whose work was dropped; but the wait for one that has failed
-    will raise torch's error.
-    """
+    """Mark the calls as ended that torch has completed; those whose work was dropped are not tracked any more."""
     for key, (reference, call) in [*pending.items()]:
         work = reference()
         if work is None or (call.group.completes and not call.ended and work.is_completed()):
-            if (work is None or work.is_success()) and pending.get(key, (None,))[0] is reference:
+            if work is None and pending.get(key, (None,))[0] is reference:
                 pending.pop(key, None)  # another thread may have
             call.end()
 
