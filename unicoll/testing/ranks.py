@@ -143,6 +143,7 @@ class Pool:
                 assert self._process is not None
                 os.killpg(self._process.pid, signal.SIGUSR1)  # ranks write the stacks of their threads
                 failures.append(f"ranks {sorted(running.values())} did not end in {timeout:g} s")
+                failures += [f"--- rank {rank}: {self._stacks(rank)}" for rank in sorted(running.values())]
                 break
             for answered in ready:
                 rank = running.pop(answered)
@@ -154,9 +155,17 @@ class Pool:
                     failures.append(f"--- rank {rank}: {failure}")
                     deadline = min(deadline, time.monotonic() + PATIENCE_S)
         if failures:
-            time.sleep(0.5)  # for stacks and exit codes
+            time.sleep(0.5)  # for exit codes
             raise RanksFailed("\n".join([*failures, self._output()]))
         return values
+
+    def _stacks(self, rank: int) -> str:
+        """The stacks of a rank's threads, waiting for the last frame of its main thread, which is the last one."""
+        file, text, deadline = Path(self._folder.name, f"stacks{rank}"), "", time.monotonic() + PATIENCE_S
+        while " in <module>\n" not in text and time.monotonic() < deadline:
+            time.sleep(0.02)
+            text = file.read_text(errors="replace") if file.exists() else ""
+        return text
 
     def _output(self) -> str:
         """What the ranks have written to their standard error."""
@@ -218,7 +227,8 @@ def fork_ranks(descriptors: Sequence[int], folder: str) -> None:
         pid = os.fork()
         if pid == 0:
             die_with_parent()
-            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            stacks = os.open(f"{folder}/stacks{rank}", os.O_CREAT | os.O_WRONLY)
+            faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
             for other in descriptors:
                 if other != descriptor:
                     os.close(other)
