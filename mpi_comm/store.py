@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from mpi_comm.runtime.init_finalize import Runtime, runtime
@@ -42,6 +43,8 @@ _SPIN_S = 0.002
 """Time after a request in which polling does not pause."""
 _DRAIN_S = 2.0
 """How long rank 0 receives what the other processes have sent before it finalises MPI."""
+_CLOSE_S = 2.0
+"""How long a process tells rank 0, which may have died, that it has closed its store."""
 _SLACK_S = 30.0
 """Time after a request's deadline that rank 0 has for the reply."""
 
@@ -212,6 +215,8 @@ class _Server:
 
 _server: _Server | None = None
 _tags = itertools.count()
+_unsent: list[Any] = []
+"""Requests of messages that rank 0 has not taken in time, with the bytes that MPI may still read."""
 
 
 class MPIStore(RequestStore):
@@ -266,10 +271,15 @@ class MPIStore(RequestStore):
             raise DistStoreError(f"{name}: {reply[0].decode(errors='replace')}", op=name)
         return reply
 
-    def _send(self, kind: int, body: bytes = b"", tag: int = 0) -> None:
+    def _send(self, kind: int, body: bytes = b"", tag: int = 0, seconds: float | None = None) -> None:
         data = _ENVELOPE.pack(kind, tag) + body
         request = self._mpi.call(self._comm.Isend, [data, self._mpi.MPI.BYTE], 0, _REQUESTS)
-        self._poll_until(lambda: bool(request.Test()), time.monotonic() + self._timeout + _SLACK_S, "send")
+        limit = self._timeout + _SLACK_S if seconds is None else seconds
+        try:
+            self._poll_until(lambda: bool(request.Test()), time.monotonic() + limit, "send")
+        except DistNetworkError:
+            _unsent.append((request, data))
+            raise
 
     def _await_reply(self, tag: int, seconds: float, name: str) -> bytearray:
         found: list[bytearray] = []
@@ -313,7 +323,8 @@ class MPIStore(RequestStore):
         if self._server is not None:
             self._server.close()
         elif not self._mpi.MPI.Is_finalized():
-            self._send(_KIND_CLOSE)
+            with suppress(DistNetworkError):  # rank 0 has died
+                self._send(_KIND_CLOSE, seconds=_CLOSE_S)
 
     def __repr__(self) -> str:
         return f"MPIStore(rank {self._mpi.rank} of {self._mpi.size})"

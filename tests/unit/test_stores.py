@@ -696,3 +696,20 @@ def test_a_store_over_mpi_receives_all_messages_before_mpi_is_finalised() -> Non
     mpi.before_end[0]()
     assert received == [-1]
     assert server._thread is None
+
+
+def test_a_store_over_mpi_is_closed_after_rank_0_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI does not complete the message to it."""
+    monkeypatch.setattr(mpi_store, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(mpi_store, "_unsent", [])
+    is_alive = True
+    mpi: Any = SimpleNamespace(
+        MPI=SimpleNamespace(BYTE=None, Is_finalized=lambda: False),
+        call=lambda function, *arguments: function(*arguments),
+        rank=1,
+    )
+    request = SimpleNamespace(Test=lambda: is_alive)
+    store = mpi_store.MPIStore(mpi, SimpleNamespace(Isend=lambda *arguments: request), None)
+    is_alive = False
+    store.close()
+    assert [kept for kept, _ in mpi_store._unsent] == [request]
