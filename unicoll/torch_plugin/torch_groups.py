@@ -259,6 +259,8 @@ def _made(pg: Any, is_new: bool) -> TorchGroup:
     _names[name] += 1
     pairs = [part.split(":") for part in config.split(",")]
     is_only = len({pair[-1] for pair in pairs}) == 1  # torch makes one backend for all devices
+    if is_only:
+        pairs = pairs[:1]
     made = {p[0]: TorchGroup(pg, p[-1], p[0], _names[name], is_only, is_new) for p in pairs}
     first = next(iter(made.values()))
     if not is_only:

@@ -52,7 +52,7 @@ log = logs.logger("control")
 _LEAVE_S = 1.0
 """Seconds for which there is no relay after its process has left the job: the other ranks usually leave, too."""
 _TAKEOVER_S = 30.0
-"""Seconds in which the ranks connect to a new relay after the relay's process has died."""
+"""Seconds in which the ranks connect to a new relay after the relay's process has ended."""
 _REFUSALS_S = 1.0
 """Seconds between rank 0's looks into the store for ranks that cannot join."""
 _RETRY_S = 0.02

@@ -3,7 +3,7 @@
 Every process has a listening socket, and all ranks exchange the addresses when they join. No process accepts
 connections there at first. When the process that hosts the relay ends, the lowest remaining rank serves a relay on its
 listening socket, and a store if the job's store has ended, too; the other ranks connect to it. The same happens when
-that process dies.
+that process ends.
 """
 
 from __future__ import annotations
