@@ -13,7 +13,7 @@ like this, so that ranks whose calls differ do not wait for each other in differ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -37,7 +37,7 @@ from gloo_fallback.algorithms.rings import SEGMENT, chain_broadcast, chain_reduc
 from gloo_fallback.algorithms.shared_memory import BlockExchange
 from gloo_fallback.shm.slots import SLOT
 from gloo_fallback.transport.connections import SubsetConnections
-from gloo_fallback.transport.exchange import bytes_of
+from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.compression import BLOCK
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
@@ -103,10 +103,22 @@ def _symmetric_arrays(hierarchy: HierarchyContext, call: Call, flat: Flat) -> li
 # --- reductions ---------------------------------------------------------------------------------------------
 
 
+def _over_sockets(
+    hierarchy: HierarchyContext, call: Call, reduction: Callable[[Connections, Call], None]
+) -> None:
+    """An exact reduction, which needs the data of all ranks, not sums of hosts: over sockets, also within hosts."""
+    hierarchy.agree(call)
+    hierarchy.slots.sync_step()
+    reduction(hierarchy.connections, call)
+
+
 def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
     """The reduction of all ranks' data to all."""
     source, out, kernel = flat_of(call.inputs[0]), flat_of(call.outputs[0]), kernel_of(call)
     slots = hierarchy.slots
+    if kernel.at_once:
+        _over_sockets(hierarchy, call, over_sockets.all_reduce)
+        return
     if _is_small(hierarchy, kernel, source):
         sums = _exchange_sums(hierarchy, call, kernel, source)
         if sums is not None:
@@ -154,6 +166,9 @@ def reduce(hierarchy: HierarchyContext, call: Call) -> None:
     source, kernel, root = flat_of(call.inputs[0]), kernel_of(call), call.root
     out = flat_of(call.outputs[0]) if call.outputs else None
     node = hierarchy.node_of(root)
+    if kernel.at_once:
+        _over_sockets(hierarchy, call, over_sockets.reduce)
+        return
     if _is_small(hierarchy, kernel, source):
         slots = hierarchy.slots
         sums = _exchange_sums(hierarchy, call, kernel, source)
@@ -184,6 +199,9 @@ def scan(hierarchy: HierarchyContext, call: Call) -> None:
 def reduce_scatter(hierarchy: HierarchyContext, call: Call) -> None:
     """Rank i gets block i of the reduction."""
     out, kernel = flat_of(call.outputs[0]), kernel_of(call)
+    if kernel.at_once:
+        _over_sockets(hierarchy, call, over_sockets.reduce_scatter)
+        return
     blocks = blocks_of(call.inputs, call.op.joined, hierarchy.size)
     packed = PackedBlocks(blocks, hierarchy, max(1, chunk_elements(kernel) // hierarchy.size))
 

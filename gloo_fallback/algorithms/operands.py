@@ -73,6 +73,7 @@ class NodeSums:
     """A reduction of node sums, which have the accumulator type and are scaled, but not yet divided."""
 
     plain = True
+    at_once = False
 
     def __init__(self, kernel: Kernel, ranks: int) -> None:
         self.storage = self.acc = kernel.acc

@@ -41,7 +41,7 @@ SMALL = 1 << 16
 """Maximum bytes at each rank after one exchange; larger operations use the bulk algorithms."""
 _CHAIN = 1 << 16
 _DETERMINISTIC_BYTES = 1 << 20
-"""Bytes of all ranks' contributions that a deterministic reduction holds at a time."""
+"""Bytes of all ranks' contributions that a deterministic or exact reduction holds at a time."""
 
 
 def codec_of(call: Call, source: Flat) -> Codec | None:
@@ -135,7 +135,8 @@ def reduce(connections: Connections, call: Call) -> None:
             kernel.combine(blocks, flat_of(call.outputs[0]), disjoint=True)
         return
     connections.agree()
-    reduce_to_root = _deterministic_reduce if connections.deterministic else chain_reduce
+    direct = connections.deterministic or kernel.at_once
+    reduce_to_root = _direct_reduce if direct else chain_reduce
     reduce_to_root(connections, kernel, source, flat_of(call.outputs[0]) if call.outputs else None, call.root)
 
 
@@ -172,7 +173,7 @@ def reduce_scatter_blocks(
     connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
 ) -> None:
     """Block i, reduced over all ranks, to rank i. ``blocks`` are not modified, except one that ``out`` overlaps."""
-    if connections.deterministic:
+    if connections.deterministic or kernel.at_once:
         _direct_reduce_scatter(connections, kernel, blocks, out)
     elif circulant.is_efficient(connections, sum(p.size for p in blocks) * kernel.acc.itemsize):
         circulant.reduce_blocks(connections, kernel, blocks, out)
@@ -203,7 +204,7 @@ def _direct_reduce_scatter(
         kernel.combine(parts, out[start : start + chunk_size])
 
 
-def _deterministic_reduce(
+def _direct_reduce(
     connections: Connections, kernel: ReductionKernel, source: Flat, out: Flat | None, root: int
 ) -> None:
     """As :func:`_direct_reduce_scatter`; the root then collects the blocks."""

@@ -229,11 +229,12 @@ def train(command: Sequence[str], variables: dict[str, str]) -> str:
 
 
 @pytest.mark.every(3)
+@pytest.mark.parametrize("setting", ["UNICOLL_DETERMINISTIC", "UNICOLL_EXACT_SUM"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_example_trains_the_same_weights_as_under_our_launcher(size: int) -> None:
-    in_order = {"UNICOLL_DETERMINISTIC": "1"}  # else each backend sums in the order that is quickest for it
-    ours = train(["-m", "unicoll.run", "--nproc-per-node", str(size), "--no-prefix"], in_order)
-    ended = mpirun(size, "-c", WITH_MPI, "--epochs", "3", "--seed", "5", env=in_order)
+def test_the_example_trains_the_same_weights_as_under_our_launcher(size: int, setting: str) -> None:
+    env = {setting: "1"}  # else each backend sums in the order that is quickest for it
+    ours = train(["-m", "unicoll.run", "--nproc-per-node", str(size), "--no-prefix"], env)
+    ended = mpirun(size, "-c", WITH_MPI, "--epochs", "3", "--seed", "5", env=env)
     assert ended.returncode == 0, ended
     assert "VERDICT: identical and correct" in ended.stdout
     assert digest(ended.stdout) == digest(ours)

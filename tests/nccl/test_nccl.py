@@ -64,6 +64,19 @@ def test_a_group_of_nccl_alone_has_a_barrier_and_refuses_host_arrays() -> None:
     assert "serves cpu arrays" in said
 
 
+@on_ranks(3)
+def test_exact_sums_of_device_arrays_go_through_the_host() -> None:
+    for dtype, asynchronous in (("float32", False), ("float64", True)):
+        x = arrays.full(4, (2.0**60, 1.0, -(2.0**60))[dist.get_rank()], dtype)
+        work = dist.all_reduce(x, group=dist.group.WORLD.using(exact=True), async_op=asynchronous)
+        if work is not None:
+            work.wait()
+        assert x.numpy().tolist() == [1.0] * 4
+    group = new_group()  # of NCCL alone
+    said = error_of(lambda: dist.all_reduce(x, group=group.using(exact=True)))
+    assert "backend nccl does not reduce float64 by EXACT_SUM" in said
+
+
 @pytest.mark.parametrize("policy", ["oldest", "newest"])
 def test_no_call_blocks_the_host_and_graphs_replay_operations(policy: str) -> None:
     """By programs of the checks on a GPU."""

@@ -268,8 +268,8 @@ def test_the_sweep(alone: object, arguments: str, sizes: Sequence[int], step: st
         ("all_reduce -i 8 -f 2", "exclude each other"),
         ("all_reduce --sizes " + "9" * 400, "more than memory can be"),
         ("all_reduce -f 1", "the factor"),
-        ("all_reduce -d quadruple", "expected one of int8, uint8"),
-        ("all_reduce -o median", "expected one of sum, prod"),
+        ("all_reduce -d quadruple", "expected some of int8, uint8"),
+        ("all_reduce -o median", "expected some of sum, prod"),
         ("all_reduce -r first", "expected a rank or all"),
         ("all_reduce --backend smoke", "no backend 'smoke'"),
         ("all_reduce --backend torch-gloo", "use --peer torch-gloo"),
@@ -306,6 +306,7 @@ def test_accepted_values_of_nccl_tests_flags(alone: object) -> None:
     assert options.blocking
     assert parse(["all_reduce", "-d", "all", "-o", "all"]).redops == REDOPS
     assert parse(["all_reduce", "-d", "float32"]).types == ("float",)
+    assert parse(["all_reduce", "-o", "sum,exact"]).redops == ("sum", "exact")
 
 
 def test_over_the_ranks() -> None:
@@ -339,6 +340,7 @@ FOLD: dict[str, Callable[[Any], Any]] = {
     "min": lambda stacked: stacked.min(0),
     "avg": lambda stacked: stacked.sum(0) / len(stacked),
     "mulsum": lambda stacked: 2 * stacked.sum(0),
+    "exact": lambda stacked: stacked.sum(0),
 }
 """Independent reductions in float64."""
 

@@ -112,5 +112,5 @@ def test_float64_keeps_its_range_in_int8() -> None:
 
 def test_backends_do_not_see_the_compression_of_a_call() -> None:
     options = dist.CallOptions(max_ctas=4, compression="int8")
-    assert options.without_compression() == dist.CallOptions(max_ctas=4)
-    assert dist.CallOptions(compression="int8").without_compression() is None
+    assert options.for_backend() == dist.CallOptions(max_ctas=4)
+    assert dist.CallOptions(compression="int8").for_backend() is None

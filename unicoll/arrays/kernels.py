@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unicoll.arrays.half_precision import BLOCK, HALVES, scratch
-from unicoll.arrays.types import DType, Reduction
+from unicoll.arrays.types import EXACT, DType, ReduceOp, Reduction
 from unicoll.errors import DistTypeError
 
 Flat = npt.NDArray[Any]
@@ -44,12 +44,15 @@ class Kernel:
         ufunc: combines two accumulator arrays.
         average: True for AVG.
         plain: True if contributions are combined unchanged: no widening, factor or division.
+        at_once: True if all contributions have to be combined at once, by :meth:`combine`.
         acc: NumPy dtype of the accumulator.
         storage: NumPy dtype that the elements are stored in.
 
     Raises:
         DistTypeError: the type is neither NumPy's nor float16 or bfloat16 (float8).
     """
+
+    at_once = False
 
     def __init__(self, dtype: DType, op: Reduction) -> None:
         self.dtype = dtype
@@ -173,6 +176,40 @@ class Kernel:
             out[...] = acc
 
 
+class ExactKernel(Kernel):
+    """EXACT_SUM or EXACT_AVG of one element type (:mod:`unicoll.arrays.exact_sum`)."""
+
+    at_once = True
+
+    def __init__(self, dtype: DType, op: Reduction) -> None:
+        from unicoll.arrays import exact_sum  # not at import: it loads the C library
+
+        super().__init__(dtype, ReduceOp.AVG if op is ReduceOp.EXACT_AVG else ReduceOp.SUM)
+        self.plain = False
+        self.ufunc = _refuse
+        self._part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else None
+        self._sum = exact_sum.Summation(self._part or self.storage, self._half, self.average)
+        self._unify_nans = exact_sum.unify_nans
+        self._of_two = Kernel(dtype, ReduceOp.SUM)
+
+    def combine(self, contributions: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
+        part = self._part  # of a complex number
+        if len(contributions) > 2 or self.average:
+            if part is not None:
+                contributions, out = [values.view(part) for values in contributions], out.view(part)
+            self._sum.combine(contributions, out)
+            return
+        for start in range(0, out.size, BLOCK):
+            result = out[start : start + BLOCK]
+            self._of_two.combine([values[start : start + BLOCK] for values in contributions], result)
+            if self._half is None:
+                self._unify_nans(result if part is None else result.view(part))
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise NotImplementedError("an exact sum of partial sums")
+
+
 # --- averages -------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +279,7 @@ def kernel_for(dtype: DType, op: Reduction) -> Kernel:
     if found is None:
         if len(_kernels) >= _MAX_KERNELS:  # each factor of PREMUL_SUM is another reduction
             _kernels.clear()
-        found = _kernels[key] = Kernel(dtype, op)
+        found = _kernels[key] = (ExactKernel if op in EXACT.values() else Kernel)(dtype, op)
     return found
 
 

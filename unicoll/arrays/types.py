@@ -115,6 +115,8 @@ class Reduction:
     BAND: ClassVar[Reduction]
     BOR: ClassVar[Reduction]
     BXOR: ClassVar[Reduction]
+    EXACT_SUM: ClassVar[Reduction]
+    EXACT_AVG: ClassVar[Reduction]
 
     def __init__(self, name: str, code: int, factor: Any = None) -> None:
         self.name = name
@@ -158,6 +160,8 @@ class ReduceOp:
     ``PREMUL_SUM``: call it with a factor, ``ReduceOp.PREMUL_SUM(0.5)``; each rank's input is multiplied before
     the sum (NCCL's ``ncclRedOpCreatePreMulSum``). float16, bfloat16 and float8 accumulate in float32.
     For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
+    ``EXACT_SUM`` and ``EXACT_AVG`` are the sum of exact arithmetic, rounded once, for float16, bfloat16, float32,
+    float64 and complex numbers: the same bits in every order (:mod:`unicoll.arrays.exact_sum`).
 
     NCCL has its own arithmetic (docs/gpu.md): a NaN is dropped by MIN and MAX, and float16, bfloat16 and float8 are
     rounded after every addition.
@@ -172,6 +176,8 @@ class ReduceOp:
     BAND = Reduction("BAND", 6)
     BOR = Reduction("BOR", 7)
     BXOR = Reduction("BXOR", 8)
+    EXACT_SUM = Reduction("EXACT_SUM", 10)
+    EXACT_AVG = Reduction("EXACT_AVG", 11)
 
     @staticmethod
     def PREMUL_SUM(factor: Any) -> Reduction:
@@ -182,6 +188,9 @@ class ReduceOp:
 for _reduction in list(vars(ReduceOp).values()):
     if isinstance(_reduction, Reduction):
         setattr(Reduction, _reduction.name, _reduction)
+
+EXACT = {"SUM": ReduceOp.EXACT_SUM, "AVG": ReduceOp.EXACT_AVG}
+"""The exact reductions, by the names of those that round every addition."""
 
 
 class reduce_op:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from unicoll.arrays.kernels import Flat, kernel_for
+from unicoll.arrays.types import ReduceOp
 from unicoll.backend.call import Call
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Backend, Caps, Context, Job
@@ -181,6 +182,9 @@ def _reduce(call: Call, values: Flat, ranks: int, out: Flat) -> None:
     kernel = kernel_for(call.outputs[0].dtype, call.reduce)
     if kernel.average:
         out[...] = values
+        return
+    if kernel.at_once:  # the number of ranks times the array, rounded once
+        kernel_for(call.outputs[0].dtype, ReduceOp.PREMUL_SUM(ranks)).combine([values], out)
         return
     power = np.empty(values.size, kernel.acc)  # of 1, 2, 4... of the arrays
     kernel.begin(power, values)

@@ -114,7 +114,7 @@ class Op:
             object.__setattr__(self, name, value)
 
 
-_NOT_IN_PREFIXES = ("AVG", "PREMUL_SUM")
+_NOT_IN_PREFIXES = ("AVG", "PREMUL_SUM", "EXACT_SUM", "EXACT_AVG")
 
 _ROWS = (
     Op("barrier", 1, Arity.NONE, Arity.NONE, Sizes.NONE, mpi="MPI_Barrier", fallback="barrier"),

@@ -21,6 +21,11 @@ class Options:
         deterministic: reductions give the same bits for every size, transport and timing: contributions are reduced in
             rank order, in the element type (float16, bfloat16: in float32, rounded once). Between hosts this takes more
             messages. All ranks must give the same. None: ``UNICOLL_DETERMINISTIC=1`` sets it, else False.
+        sum: ``"exact"``: all_reduce, reduce and reduce_scatter by SUM or AVG of float16, bfloat16, float32, float64 and
+            complex numbers give the sum of exact arithmetic, rounded once: the same bits for every order, world size,
+            transport and backend (:mod:`unicoll.arrays.exact_sum`). Other calls do not change. All ranks must give the
+            same. ``"plain"``: every addition is rounded. None: ``UNICOLL_EXACT_SUM=1`` sets ``"exact"``, else
+            ``"plain"``.
         high_priority: True if asynchronous operations on a GPU run on a stream of high priority; None: True.
         blocking: True if NCCL's calls return only when they are done (``ncclConfig_t.blocking``); None: True. False
             costs a thread of NCCL for every call.
@@ -37,6 +42,7 @@ class Options:
     """
 
     deterministic: bool | None = None
+    sum: str | None = None
     high_priority: bool | None = None
     blocking: bool | None = None
     cga_cluster_size: int | None = None
@@ -58,9 +64,9 @@ class Options:
 class CallOptions:
     """Options of single calls, for :meth:`ProcessGroup.using`; None leaves a choice to the library.
 
-    All but ``compression`` are NCCL's (``ncclCollConfig_t``, from 2.31) and concern its kernels only: the other
-    backends accept and ignore them. All ranks must give the same for the same call. This is not compared: NCCL reads
-    those of its own rank only, and ranks that differ may hang.
+    All but ``compression`` and ``exact`` are NCCL's (``ncclCollConfig_t``, from 2.31) and concern its kernels only: the
+    other backends accept and ignore them. All ranks must give the same for the same call. This is not compared: NCCL
+    reads those of its own rank only, and ranks that differ may hang.
 
     Attributes:
         min_ctas, max_ctas: thread blocks that the call's kernel takes; at most the communicator's own ``max_ctas``.
@@ -73,6 +79,9 @@ class CallOptions:
         profiler_tag: number from 0 to 2**63 - 1 that NCCL passes to profiler plug-ins.
         compression: as in :class:`Options`, in place of the group's; ``"none"`` for an exact result. A call that cannot
             be compressed is refused. Ranks that differ raise CollectiveMismatchError.
+        exact: True for the exact sum, as ``sum="exact"`` of :class:`Options`; False for the plain one. A call of
+            floating-point numbers that has no exact variant is refused. Ranks that differ raise
+            CollectiveMismatchError.
     """
 
     min_ctas: int | None = None
@@ -84,10 +93,11 @@ class CallOptions:
     cta_policy: str | None = None
     profiler_tag: int | None = None
     compression: str | None = None
+    exact: bool | None = None
 
-    def without_compression(self) -> CallOptions | None:
-        """The other options, which the backends get; None if none is set."""
-        rest = replace(self, compression=None)
+    def for_backend(self) -> CallOptions | None:
+        """The options that a backend gets; None if none is set."""
+        rest = replace(self, compression=None, exact=None)
         return rest if rest.given() else None
 
     def given(self) -> dict[str, Any]:
@@ -179,6 +189,11 @@ def _check_compression(where: str, compression: str | None) -> None:
         raise DistArgumentError(f"{where}: compression={compression!r} is none of {', '.join(_COMPRESSIONS)}")
 
 
+def _check_sum(where: str, kind: str | None) -> None:
+    if kind not in (None, "exact", "plain"):
+        raise DistArgumentError(f"{where}: sum={kind!r} is none of exact, plain")
+
+
 def _check_types(what: str, types: Mapping[str, type], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         kind = types[name]
@@ -210,6 +225,7 @@ def as_options(given: Any) -> Options:
         found = _from_foreign(given)
     _check_types("pg_options", _TYPES, {name: getattr(found, name) for name in _TYPES})
     _check_compression("pg_options", found.compression)
+    _check_sum("pg_options", found.sum)
     return found
 
 
@@ -236,6 +252,19 @@ def wants_order(given: Any) -> bool:
     """True if ``pg_options`` of any kind, or else the environment, ask for deterministic reductions."""
     deterministic = _option(given, "deterministic")
     return bool(environment.flag("UNICOLL_DETERMINISTIC")) if deterministic is None else deterministic is True
+
+
+def wants_exact_sums(given: Any) -> bool:
+    """True if ``pg_options`` of any kind, or else the environment, ask for exact sums.
+
+    Raises:
+        DistArgumentError: ``sum`` is unknown.
+        DistTypeError: it is no text.
+    """
+    kind = _option(given, "sum") if isinstance(given, Mapping | Options) else None
+    _check_types("pg_options", _TYPES, {"sum": kind})
+    _check_sum("pg_options", kind)
+    return bool(environment.flag("UNICOLL_EXACT_SUM")) if kind is None else kind == "exact"
 
 
 def _option(given: Any, name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unicoll.arrays.types import DTYPES, DType, ReduceOp, Reduction
+from unicoll.arrays.types import DTYPES, EXACT, DType, ReduceOp, Reduction
 from unicoll.backend.ops import Op
 from unicoll.errors import DistTypeError
 
@@ -16,6 +16,8 @@ def _reduces(dtype: DType, op: Reduction) -> bool:
         return dtype.kind != "c"
     if op.name in ("AVG", "PREMUL_SUM"):
         return dtype.kind != "b"
+    if op in EXACT.values():
+        return dtype.kind in "fc" and dtype.itemsize > 1
     return True
 
 
@@ -29,6 +31,8 @@ _ALL_OPS = (
     ReduceOp.BOR,
     ReduceOp.BXOR,
     ReduceOp.PREMUL_SUM(1),
+    ReduceOp.EXACT_SUM,
+    ReduceOp.EXACT_AVG,
 )
 _ALLOWED = frozenset((d.code << 8) | op.code for d in DTYPES for op in _ALL_OPS if _reduces(d, op))
 
@@ -54,6 +58,11 @@ def as_reduce_op(op: Any) -> Reduction:
         names = ", ".join(one.name for one in _ALL_OPS)
         raise DistTypeError(f"op: expected a ReduceOp or the name of one ({names}), got {op!r}")
     return found
+
+
+def is_defined(op: Op, dtype: DType, reduce: Reduction) -> bool:
+    """True if an operation and an element type have a reduction."""
+    return reduce.name not in op.refuses and (dtype.code << 8) | reduce.code in _ALLOWED
 
 
 def check_reduction(op: Op, dtype: DType, reduce: Reduction) -> None:

@@ -265,10 +265,10 @@ def _redops(text: str) -> tuple[str, ...]:
 
 
 def _selected(text: str, names: Iterable[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
-    name = aliases.get(text.lower(), text.lower())
-    if name != "all" and name not in names:
-        raise argparse.ArgumentTypeError(f"{text}: expected one of {', '.join(names)}, all")
-    return tuple(names) if name == "all" else (name,)
+    selected = [aliases.get(name, name) for name in text.lower().split(",")]
+    if selected != ["all"] and not set(selected).issubset(names):
+        raise argparse.ArgumentTypeError(f"{text}: expected some of {', '.join(names)}, or all")
+    return tuple(names) if selected == ["all"] else tuple(selected)
 
 
 def _roots(text: str) -> tuple[int, ...] | None:

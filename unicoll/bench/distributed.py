@@ -21,6 +21,7 @@ from unicoll.bench.values import FACTOR
 from unicoll.group import registry
 
 _REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
+_REDUCTIONS["exact"] = "EXACT_SUM"
 
 
 class _Distributed(Contender):
@@ -36,7 +37,10 @@ class _Distributed(Contender):
     def _reduction(self, redop: str) -> Any:
         if redop == "mulsum":
             return self._premultiplied()
-        return getattr(self.module.ReduceOp, _REDUCTIONS[redop])
+        name = _REDUCTIONS[redop]
+        if not hasattr(self.module.ReduceOp, name):
+            raise Unsupported(f"{self.name} has no reduction {redop}")
+        return getattr(self.module.ReduceOp, name)
 
     @abstractmethod
     def _premultiplied(self) -> Any:

@@ -29,8 +29,8 @@ Flat = npt.NDArray[Any]
 Numbers = npt.NDArray[np.float64]
 
 PERIOD = 65521
-REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum")
-"""nccl-tests' names, in its order."""
+REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum", "exact")
+"""nccl-tests' names, in its order, and the exact sum."""
 FACTOR = 2
 """The factor of every rank's contribution in ``mulsum``."""
 _ROWS = 16
@@ -93,7 +93,7 @@ class Values:
         self.dtype = dtype
         self.redop = redop
         self.ranks = ranks
-        sums = redop in ("sum", "avg", "mulsum")
+        sums = redop in ("sum", "avg", "mulsum", "exact")
         share = ranks * (FACTOR if redop == "mulsum" else 1) if sums else 1
         exact = (1 << min(_mantissa(dtype), 31)) - 1
         self._max_value = max(1, min(250, exact // share))
@@ -161,7 +161,7 @@ class Values:
 
     def idle(self, count: int) -> Flat:
         """Contents of arrays during timed calls: a repeated in-place reduction does not change them."""
-        one = np.array([0.0 if self.redop in ("sum", "mulsum", None) else 1.0])
+        one = np.array([0.0 if self.redop in ("sum", "mulsum", "exact", None) else 1.0])
         return np.full(count, encoded(one, self.dtype)[0])
 
     def wrong(self, got: Flat, ranges: Sequence[SourceRange], iteration: int) -> int:

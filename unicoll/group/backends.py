@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from unicoll.arrays.types import EXACT
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.operation_errors import announce
-from unicoll.backend.options import compression_of, wants_order
+from unicoll.backend.options import compression_of, wants_exact_sums, wants_order
 from unicoll.errors import (
     BackendUnavailableError,
     DistArgumentError,
@@ -137,6 +138,8 @@ class GroupBackends:
                 f"{where}: compression={compression!r}: the reductions of this group are deterministic, and the result"
                 " of a compressed one depends on the transport"
             )
+        if wants_exact_sums(self._context.options):
+            raise DistArgumentError(f"{where}: compression={compression!r}: the sums of this group are exact")
 
     @property
     def all(self) -> tuple[Backend, ...]:
@@ -186,10 +189,14 @@ class GroupBackends:
                 f"{name}: backend {backend.name} does not have this operation", op=name
             )
         if call.reduce is not None and not backend.caps.reduces(buffers[0].dtype, call.reduce):
-            raise DistTypeError(
-                f"{name}: backend {backend.name} does not reduce {buffers[0].dtype} by {call.reduce.name}",
-                op=name,
-            )
+            exact = call.reduce in EXACT.values()  # which no library of a device has
+            through_host = self._through_host(buffers[0].device.type) if exact else None
+            if through_host is None or not through_host.caps.reduces(buffers[0].dtype, call.reduce):
+                raise DistTypeError(
+                    f"{name}: backend {backend.name} does not reduce {buffers[0].dtype} by {call.reduce.name}",
+                    op=name,
+                )
+            backend = through_host
         return backend if self._call_checks is None else self._call_checks.wrap(backend)
 
     def _stage(self, device: str) -> Backend | None:

@@ -382,8 +382,10 @@ class Dispatcher:
         return call
 
     def _apply(self, settings: CallSettings, call: Call, key: Any = None) -> Any:
-        """Set the options of a new call; returns the key of its kind with its compression."""
+        """Set the options of a new call; returns the key of its kind with its compression or exact reduction."""
         settings.apply(call, self._backends)
+        if settings.exact and call.reduce is not None:
+            return key, call.reduce.key
         return (key, call.compression) if call.compression else key
 
     def _refuse(

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.contract import Backend, Context, Job
 from unicoll.backend.ops import OPS
-from unicoll.backend.options import CallOptions, as_call_options, compression_of, wants_timing
+from unicoll.backend.options import (
+    CallOptions,
+    as_call_options,
+    compression_of,
+    wants_exact_sums,
+    wants_timing,
+)
 from unicoll.backend.status import Status
 from unicoll.backend.work import Work
 from unicoll.errors import DistArgumentError, DistTypeError, GroupAbortedError
@@ -96,7 +102,12 @@ class ProcessGroup:
         backends = GroupBackends(context, choices, above, excluded, grown)
         name, options = context.name, context.options
         log.info("created group %r (%s): rank %d of %d", name, backends.config, context.rank, context.size)
-        settings = CallSettings(context.timeout, wants_timing(options), compression=compression_of(options))
+        settings = CallSettings(
+            context.timeout,
+            wants_timing(options),
+            compression=compression_of(options),
+            exact_sums=wants_exact_sums(options),
+        )
         made = cls(context, backends, Dispatcher(context, backends), settings)
         context.job.groups.append(made)
         return made

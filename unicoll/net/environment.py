@@ -23,6 +23,7 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 FLAGS: dict[str, bool | None] = {
     "UNICOLL_ALLOW_PICKLE": True,
     "UNICOLL_DETERMINISTIC": False,
+    "UNICOLL_EXACT_SUM": False,
     "UNICOLL_MPI_ABORT": True,
     "UNICOLL_MPI_CUDA": None,
     "UNICOLL_NCCL_SHARE_DEVICE": False,

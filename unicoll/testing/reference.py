@@ -273,6 +273,9 @@ def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -
     if reduce == "PRODUCT":
         expected = fold(np.multiply, wide)
         error = 4 * ranks * eps * np.prod([np.abs(x) for x in wide], axis=0)
+    elif reduce in ("EXACT_SUM", "EXACT_AVG"):
+        expected = _summed_exactly(wide) / (ranks if reduce == "EXACT_AVG" else 1)
+        error = 2 * _half_ulp(name, np.abs(expected))  # two roundings of an average, or of two complex parts
     else:
         if reduce == "PREMUL_SUM":
             wide = [x * factor_of(name) for x in wide]
@@ -290,6 +293,16 @@ def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -
     else:
         overflowed = np.isinf(found) & (np.sign(found) == np.sign(expected))
     return expected, right | _same(found, expected) | (overflowed & (np.abs(expected) > limit))
+
+
+def _summed_exactly(wide: Sequence[Array]) -> Array:
+    """The exact sum, rounded to float64."""
+    if wide[0].dtype.kind == "c":
+        return _summed_exactly([x.real for x in wide]) + 1j * _summed_exactly([x.imag for x in wide])
+    total: Array = np.sum(wide, axis=0)  # of infinities and NaNs, too
+    for i in np.flatnonzero(np.isfinite(total)):
+        total[i] = math.fsum(x[i] for x in wide)
+    return total
 
 
 def _half_ulp(name: str, magnitude: Array) -> Array:

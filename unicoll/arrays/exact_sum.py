@@ -1,0 +1,314 @@
+"""Sums of exact arithmetic, rounded once: they do not depend on the order of the addends.
+
+An element of the result is the sum of the ranks' elements as real numbers, rounded to the element type (to nearest,
+ties to even). So it has the same bits for every order and grouping of the ranks, and the least possible error: half a
+unit in the last place. An average is the sum divided by the number of ranks in float64, and rounded once more.
+
+For a block of elements the first of these that is exact is used:
+
+1. All addends are added in float64. This is exact for float32 while the addends of an element differ by less than
+   about ``2**29 / n``, and for float16 always, up to ``2**12`` ranks.
+2. The rounding errors of these additions are computed (TwoSum, Knuth, The Art of Computer Programming 2, 4.2.2) and
+   added, too. This is exact for float64 while the addends differ by less than about ``2**50``.
+3. The elements for which that is not exact are added one by one by :func:`math.fsum` (Shewchuk, Adaptive Precision
+   Floating-Point Arithmetic, 1997). This takes about 1 us for each of them.
+
+The processor tells whether an addition has been rounded: it sets a flag (IEEE 754, "inexact"). Where the flag cannot
+be used, more blocks take a later step, with the same result. The sum of two ranks is one addition, which is rounded
+correctly in the element type already; float16 and bfloat16 are added in float32, whose precision suffices for two
+(Figueroa, When is double rounding innocuous?, 1995).
+
+Infinities give infinity, of both signs NaN; NaN gives NaN; every NaN is the positive quiet NaN without payload. A sum
+beyond the largest number becomes infinite, not one of which only a partial sum is. The sum of zeros is -0.0 if all are,
+else 0.0, and so are exact sums of zero. Subnormal numbers are numbers like any other. The number of ranks is not
+limited.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+import struct
+import threading
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from unicoll.arrays.half_precision import Flat, HalfConversion
+
+_STEP = 4096
+"""Elements added at once: five float64 arrays of them fit into the L2 cache."""
+_FLAGS = {"x86_64": 0x20, "AMD64": 0x20, "aarch64": 0x10, "arm64": 0x10}
+"""``FE_INEXACT`` of <fenv.h>, by machine."""
+
+
+_BELOW_FLOAT32 = (1 << 29) - 1
+"""The bits of a float64 that a float32 does not have."""
+_BELOW_TIE = _BELOW_FLOAT32 >> 1
+"""They are 0 in a float64 that is a float32, or the middle between two."""
+
+
+class _Scratch(threading.local):
+    """Per-thread memory for intermediate results."""
+
+    def __init__(self) -> None:
+        self.arrays = [np.empty(_STEP) for _ in range(5)]
+        self.single = np.empty(_STEP, np.float32)
+
+
+_scratch = _Scratch()
+
+
+# --- the inexact flag -----------------------------------------------------------------------------------------------
+
+
+class InexactFlag:
+    """The calling thread's floating-point flag that says whether a result was rounded since the last :meth:`clear`."""
+
+    def __init__(self) -> None:
+        self._mask = _FLAGS[platform.machine()]
+        library = ctypes.PyDLL(None)
+        self._clear, self._test = library.feclearexcept, library.fetestexcept
+
+    def clear(self) -> None:
+        """Set the flag to False."""
+        self._clear(self._mask)
+
+    def is_set(self) -> bool:
+        """True if a result may have been rounded."""
+        return bool(self._test(self._mask))
+
+
+class _NoFlag(InexactFlag):
+    """Where the flag cannot be used."""
+
+    def __init__(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def is_set(self) -> bool:
+        return True
+
+
+@cache
+def inexact_flag() -> InexactFlag:
+    """The flag, if NumPy's additions set it and keep it."""
+    try:
+        flag = InexactFlag()
+        return flag if _is_reliable(flag) else _NoFlag()
+    except (KeyError, OSError, AttributeError):
+        return _NoFlag()
+
+
+def _is_reliable(flag: InexactFlag) -> bool:
+    for count in (1, 7, _STEP):
+        large, small = np.ones(count), np.zeros(count)
+        for place in {0, count // 2, count - 1}:
+            flag.clear()
+            np.add(large, small, out=large)
+            if flag.is_set():
+                return False
+            small[place] = 2.0**-60
+            np.add(large, small, out=large)
+            small[place] = 0
+            np.add(large, small, out=large)
+            if not flag.is_set():
+                return False
+    return True
+
+
+# --- sums -----------------------------------------------------------------------------------------------------------
+
+
+class Summation:
+    """The sum, or with ``average`` the average, of arrays of one floating-point type.
+
+    Args:
+        half: the conversions of float16 or bfloat16; None for float32 and float64.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], half: HalfConversion | None, average: bool) -> None:
+        self._half = half
+        self._average = average
+        self._wide = half is None and dtype.itemsize == 8
+        self._flag = inexact_flag()
+
+    def combine(self, parts: Sequence[Flat], out: Flat) -> None:
+        """Write the sums of equally long arrays; ``out`` may be one of them."""
+        add = self._add_wide if self._wide else self._add
+        if 0 < out.size <= _STEP:
+            add(parts, out)
+            return
+        for start in range(0, out.size, _STEP):
+            add([values[start : start + _STEP] for values in parts], out[start : start + _STEP])
+
+    def _add(self, parts: Sequence[Flat], out: Flat) -> None:
+        """Write the sums of up to :data:`_STEP` elements, of less than float64."""
+        total, loaded = _scratch.arrays[0][: out.size], _scratch.arrays[1][: out.size]
+        self._flag.clear()
+        self._widen(parts[0], total)
+        for values in parts[1:]:
+            self._widen(values, loaded)
+            np.add(total, loaded, out=total)
+        if self._flag.is_set():
+            total = self._sum_with_errors(parts)
+        else:
+            unify_nans(total)
+        self._round(total, out, len(parts))
+
+    def _add_wide(self, parts: Sequence[Flat], out: Flat) -> None:
+        """:meth:`_add` of float64."""
+        total = self._sum_with_errors(parts)
+        if self._average:
+            np.divide(total, len(parts), out=out)
+        else:
+            out[...] = total
+
+    def _widen(self, values: Flat, out: Flat) -> None:
+        """Elements as float64."""
+        if self._half is not None:
+            single = _scratch.single[: values.size]
+            self._half.widen(values, single)
+            values = single
+        out[...] = values
+
+    def _sum_with_errors(self, parts: Sequence[Flat]) -> Flat:
+        """The sums in float64: rounded to nearest, and on the right side of the numbers that decide later roundings."""
+        new, other, loaded, work, missing = [array[: parts[0].size] for array in _scratch.arrays]
+        total, wide, flag, rounded = parts[0], self._wide, self._flag, False
+        if not wide:
+            self._widen(total, other)
+            total = other
+        missing.fill(0)
+        for values in parts[1:]:
+            if not wide:
+                self._widen(values, loaded)
+                values = loaded
+            _add(total, values, new, loaded, work)
+            total, new, other = new, other, new
+            flag.clear()
+            np.subtract(
+                missing, loaded, out=missing
+            )  # not a sum of the errors: then a sum of -0.0 would be 0.0
+            rounded |= flag.is_set()
+        np.subtract(total, missing, out=new)
+        if not wide:
+            _keep_apart(new, total, missing)
+        largest = np.maximum.reduce(new)  # NaN if any sum has an infinity, or a partial sum is too large
+        if rounded or largest != largest:
+            self._finish(parts, new, rounded)
+        return new
+
+    def _finish(self, parts: Sequence[Flat], sums: Flat, rounded: bool) -> None:
+        """Write the sums that are not exact yet."""
+        unfinished = np.isnan(sums)
+        infinite = self._add_infinities(parts, sums) if unfinished.any() else np.False_
+        if rounded:
+            unfinished |= self._is_rounded(parts)
+        places = np.flatnonzero(unfinished & ~infinite)
+        chosen = np.empty((len(parts), places.size))
+        for row, values in zip(chosen, parts, strict=True):
+            self._widen(values[places], row)
+        sums[places] = [_exact(column, self._wide) for column in chosen.T.tolist()]
+
+    def _is_rounded(self, parts: Sequence[Flat]) -> Flat:
+        """True for the elements for which the sum of the errors is rounded."""
+        total, new, loaded, work, missing = [*np.zeros((5, parts[0].size))]
+        found = np.zeros(total.size, bool)
+        self._widen(parts[0], total)
+        for values in parts[1:]:
+            self._widen(values, loaded)
+            _add(total, loaded, new, loaded, work)
+            total, new = new, total
+            np.negative(loaded, out=loaded)
+            _add(missing, loaded, new, loaded, work)
+            missing, new = new, missing
+            found |= loaded != 0
+        return found
+
+    def _add_infinities(self, parts: Sequence[Flat], sums: Flat) -> Flat:
+        """Write the sums with an infinity or NaN; returns True for these elements."""
+        found, loaded = np.zeros((2, sums.size))
+        for values in parts:
+            self._widen(values, loaded)
+            loaded[np.isfinite(loaded)] = 0
+            found += loaded
+        unify_nans(found)
+        there: Flat = found != 0
+        np.copyto(sums, found, where=there)
+        return there
+
+    def _round(self, total: Flat, out: Flat, ranks: int) -> None:
+        """Convert sums in float64 to the element type, divided for an average."""
+        if self._average:
+            np.divide(total, ranks, out=total)
+        if self._half is None:
+            out[...] = total
+            return
+        # Round to float32 towards zero, but set the last bit of what is not exact: that keeps it off the ties between
+        # two numbers of the element type (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
+        bits, rest = total.view(np.int64), _scratch.arrays[2][: total.size].view(np.int64)
+        np.bitwise_and(bits, _BELOW_FLOAT32, out=rest)
+        np.add(rest, _BELOW_FLOAT32, out=rest)
+        np.bitwise_or(bits, rest, out=bits)
+        np.bitwise_and(bits, ~_BELOW_FLOAT32, out=bits)
+        single = _scratch.single[: total.size]
+        single[...] = total
+        self._half.narrow(single, out)
+
+
+def _add(total: Flat, values: Flat, new: Flat, error: Flat, work: Flat) -> None:
+    """TwoSum: ``new`` becomes ``total + values``, and ``error``, which may be ``values``, what is missing in it."""
+    np.add(total, values, out=new)
+    np.subtract(new, total, out=work)
+    np.subtract(values, work, out=error)
+    np.subtract(new, work, out=work)
+    np.subtract(total, work, out=work)
+    np.add(error, work, out=error)
+
+
+def _keep_apart(sums: Flat, total: Flat, missing: Flat) -> None:
+    """Where ``sums`` are in the middle between two float32 numbers, move them towards the exact ``total - missing``."""
+    places = np.flatnonzero((sums.view(np.int64) & _BELOW_TIE) == 0)
+    if places.size:
+        found, total, errors, work, new = (
+            sums[places],
+            total[places],
+            -missing[places],
+            *np.empty((2, places.size)),
+        )
+        _add(total, errors, new, errors, work)
+        towards = np.where((errors > 0) == (found > 0), 1, -1)
+        found.view(np.int64)[...] += np.where(errors == 0, 0, towards)
+        sums[places] = found
+
+
+def _exact(values: list[float], is_final: bool) -> float:
+    """The sum of finite numbers, rounded to nearest; unless ``is_final``, as :func:`_keep_apart` leaves it."""
+    try:
+        total = math.fsum(values)
+    except OverflowError:  # a partial sum is too large
+        exact = sum(map(Fraction, values))
+        try:
+            return float(exact)
+        except OverflowError:
+            return math.inf if exact > 0 else -math.inf
+    if total == 0:
+        return -0.0 if all(math.copysign(1, value) < 0 for value in values) else 0.0
+    if is_final or struct.unpack("<q", struct.pack("<d", total))[0] & _BELOW_TIE:
+        return total
+    rest = math.fsum([*values, -total])
+    return total if rest == 0 else math.nextafter(total, math.inf if rest > 0 else -math.inf)
+
+
+def unify_nans(values: Flat) -> None:
+    """Make every NaN the positive quiet one without payload: that of a sum depends on the order."""
+    largest = np.maximum.reduce(values) if values.size else 0  # NaN if any is
+    if largest != largest:
+        values[np.isnan(values)] = np.nan
