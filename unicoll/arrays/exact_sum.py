@@ -44,8 +44,6 @@ _STEP = 4096
 """Elements added at once: five float64 arrays of them fit into the L2 cache."""
 _FLAGS = {"x86_64": 0x20, "AMD64": 0x20, "aarch64": 0x10, "arm64": 0x10}
 """``FE_INEXACT`` of <fenv.h>, by machine."""
-
-
 _BELOW_FLOAT32 = (1 << 29) - 1
 """The bits of a float64 that a float32 does not have."""
 _BELOW_TIE = _BELOW_FLOAT32 >> 1
@@ -160,7 +158,9 @@ class Summation:
             total = self._sum_with_errors(parts)
         else:
             unify_nans(total)
-        self._round(total, out, len(parts))
+        if self._average:
+            np.divide(total, len(parts), out=total)
+        self._narrow(total, out)
 
     def _add_wide(self, parts: Sequence[Flat], out: Flat) -> None:
         """:meth:`_add` of float64."""
@@ -193,9 +193,8 @@ class Summation:
             _add(total, values, new, loaded, work)
             total, new, other = new, other, new
             flag.clear()
-            np.subtract(
-                missing, loaded, out=missing
-            )  # not a sum of the errors: then a sum of -0.0 would be 0.0
+            # subtracted and not added: the sum of -0.0 and -0.0 is to be -0.0
+            np.subtract(missing, loaded, out=missing)
             rounded |= flag.is_set()
         np.subtract(total, missing, out=new)
         if not wide:
@@ -244,10 +243,8 @@ class Summation:
         np.copyto(sums, found, where=there)
         return there
 
-    def _round(self, total: Flat, out: Flat, ranks: int) -> None:
-        """Convert sums in float64 to the element type, divided for an average."""
-        if self._average:
-            np.divide(total, ranks, out=total)
+    def _narrow(self, total: Flat, out: Flat) -> None:
+        """Round float64 numbers to the element type; float16 and bfloat16 use the memory of ``total``."""
         if self._half is None:
             out[...] = total
             return
@@ -276,17 +273,14 @@ def _add(total: Flat, values: Flat, new: Flat, error: Flat, work: Flat) -> None:
 def _keep_apart(sums: Flat, total: Flat, missing: Flat) -> None:
     """Where ``sums`` are in the middle between two float32 numbers, move them towards the exact ``total - missing``."""
     places = np.flatnonzero((sums.view(np.int64) & _BELOW_TIE) == 0)
-    if places.size:
-        found, total, errors, work, new = (
-            sums[places],
-            total[places],
-            -missing[places],
-            *np.empty((2, places.size)),
-        )
-        _add(total, errors, new, errors, work)
-        towards = np.where((errors > 0) == (found > 0), 1, -1)
-        found.view(np.int64)[...] += np.where(errors == 0, 0, towards)
-        sums[places] = found
+    if not places.size:
+        return
+    found, errors = sums[places], -missing[places]
+    new, work = np.empty((2, places.size))
+    _add(total[places], errors, new, errors, work)
+    towards = np.where((errors > 0) == (found > 0), 1, -1)
+    found.view(np.int64)[...] += np.where(errors == 0, 0, towards)
+    sums[places] = found
 
 
 def _exact(values: list[float], is_final: bool) -> float:
