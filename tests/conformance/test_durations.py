@@ -103,5 +103,5 @@ def test_a_group_is_asked_by_its_options_or_the_environment(
 
 @pytest.mark.usefixtures("_alone")
 def test_timing_is_a_known_word_of_using() -> None:
-    with pytest.raises(dist.DistArgumentError, match=r"profiler_tag, compression, timing$"):
+    with pytest.raises(dist.DistArgumentError, match=r"profiler_tag, compression, exact, timing$"):
         dist.group.WORLD.using(timimg=True)  # type: ignore[union-attr]
