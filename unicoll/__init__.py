@@ -136,6 +136,7 @@ if TYPE_CHECKING:
         set_debug_level_from_env,
     )
     from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+    from unicoll.parallel.exact_sums import ExactSum
     from unicoll.trace.profile import profile
 
 __version__ = "0.2.0"
@@ -152,6 +153,7 @@ _LAZY = {
     "metrics": "api.metrics",
     "profile": "trace.profile",
     "parallel": "parallel",
+    "ExactSum": "parallel.exact_sums",
     "Backend": "group.registry:BackendName",
     **{name: name for name in ("api", "arrays", "backend", "errors", "group", "net")},
     "ProcessGroup": "group.process_group",
@@ -225,6 +227,7 @@ __all__ = [
     "DistNetworkError",
     "DistStoreError",
     "DistTypeError",
+    "ExactSum",
     "FileStore",
     "GroupAbortedError",
     "GroupMember",

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from unicoll.arrays import exact_sum
-from unicoll.arrays.exact_sum import inexact_flag
+from unicoll.arrays.exact_sum import Accumulator, Summation, inexact_flag
+from unicoll.arrays.half_precision import HALVES
 from unicoll.arrays.kernels import ExactKernel, kernel_for
 from unicoll.arrays.types import BY_NAME, ReduceOp
 from unicoll.testing.reference import numpy_dtype
@@ -170,6 +171,25 @@ def test_the_bits_of_an_element_do_not_depend_on_the_others(count: int) -> None:
             )
         kernel.combine(parts, parts[1])  # in place
         assert parts[1].tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_accumulator_has_the_sum_of_what_was_added_in_every_order(name: str) -> None:
+    rng = np.random.default_rng(8)
+    dtype, kernel = dtype_of(name), ExactKernel(BY_NAME[name], ReduceOp.EXACT_SUM)
+    for draw, has_flag in itertools.product(DRAWS, (True, False)):
+        parts = [draw(rng, name, 200).astype(dtype) for _ in range(9)]
+        for order in (range(9), rng.permutation(9)):
+            made = Accumulator(200, kernel.storage, HALVES.get(name))
+            if not has_flag:
+                made._flag = exact_sum._NoFlag()
+            for i in order:
+                made.add(parts[i].view(kernel.storage))
+            out = np.empty(200, kernel.storage)
+            summation = Summation(kernel.storage, HALVES.get(name), from_float64=True)
+            missing = [] if made.missing is None else [-made.missing]
+            summation.combine_with_rest([made.total, *missing], made.rest, out)
+            assert out.tobytes() == combined(kernel, parts).tobytes(), (draw, has_flag)
 
 
 def test_many_ranks() -> None:

@@ -31,7 +31,7 @@ import math
 import platform
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -129,10 +129,18 @@ class Summation:
 
     Args:
         half: the conversions of float16 or bfloat16; None for float32 and float64.
+        from_float64: True if the addends are float64, and only the result has the type.
     """
 
-    def __init__(self, dtype: np.dtype[Any], half: HalfConversion | None, average: bool) -> None:
+    def __init__(
+        self,
+        dtype: np.dtype[Any],
+        half: HalfConversion | None,
+        average: bool = False,
+        from_float64: bool = False,
+    ) -> None:
         self._half = half
+        self._loads = None if from_float64 else half
         self._average = average
         self._wide = half is None and dtype.itemsize == 8
         self._flag = inexact_flag()
@@ -172,9 +180,9 @@ class Summation:
 
     def _widen(self, values: Flat, out: Flat) -> None:
         """Elements as float64."""
-        if self._half is not None:
+        if self._loads is not None:
             single = _scratch.single[: values.size]
-            self._half.widen(values, single)
+            self._loads.widen(values, single)
             values = single
         out[...] = values
 
@@ -243,6 +251,14 @@ class Summation:
         np.copyto(sums, found, where=there)
         return there
 
+    def combine_with_rest(self, parts: Sequence[Flat], rest: Mapping[int, list[float]], out: Flat) -> None:
+        """:meth:`combine` of float64 addends, with more addends for the elements whose indices are in ``rest``."""
+        self.combine(parts, out)
+        for i, more in rest.items():
+            addends = [*(float(part[i]) for part in parts), *more]
+            if all(map(math.isfinite, addends)):  # else the result is an infinity or NaN already
+                self._narrow(np.array([_exact(addends, self._wide)]), out[i : i + 1])
+
     def _narrow(self, total: Flat, out: Flat) -> None:
         """Round float64 numbers to the element type; float16 and bfloat16 use the memory of ``total``."""
         if self._half is None:
@@ -258,6 +274,70 @@ class Summation:
         single = _scratch.single[: total.size]
         single[...] = total
         self._half.narrow(single, out)
+
+
+class Accumulator:
+    """The exact sum of arrays of one floating-point type that are added one after another.
+
+    It is ``total - missing``, both of float64, and for the elements whose indices are in ``rest`` more addends.
+
+    Args:
+        count: number of elements.
+        half: as of :class:`Summation`.
+
+    Attributes:
+        missing: None while it is 0.
+    """
+
+    def __init__(self, count: int, dtype: np.dtype[Any], half: HalfConversion | None) -> None:
+        self.total = np.full(count, -0.0)  # which changes nothing that it is added to
+        self.missing: Flat | None = None
+        self.rest: dict[int, list[float]] = {}
+        self._addends = Summation(dtype, half)
+        self._flag = inexact_flag()
+
+    def add(self, values: Flat) -> None:
+        """Add an array of ``count`` elements."""
+        for start in range(0, values.size, _STEP):
+            self._add(values[start : start + _STEP], start)
+
+    def _add(self, values: Flat, start: int) -> None:
+        total = self.total[start : start + values.size]
+        new, loaded, work, error, _ = [array[: values.size] for array in _scratch.arrays]
+        self._addends._widen(values, loaded)
+        self._flag.clear()
+        np.add(total, loaded, out=new)
+        if not self._flag.is_set():
+            total[...] = new
+            return
+        _add(total, loaded, new, error, work)
+        largest = np.maximum.reduce(error)
+        if largest != largest:  # an infinity or NaN, or the sum is too large
+            self._keep_finite(total, loaded, new, start)
+            error[~np.isfinite(error)] = 0
+        total[...] = new
+        if not error.any():
+            return
+        if self.missing is None:
+            self.missing = np.zeros(self.total.size)
+        missing = self.missing[start : start + values.size]
+        self._flag.clear()
+        np.subtract(missing, error, out=new)
+        if self._flag.is_set():
+            np.negative(error, out=error)
+            _add(missing, error, new, error, work)
+            self._keep(error != 0, -error, start)
+        missing[...] = new
+
+    def _keep_finite(self, total: Flat, values: Flat, new: Flat, start: int) -> None:
+        """Where the sum of finite numbers is too large, do not add them yet."""
+        places = ~np.isfinite(new) & np.isfinite(total) & np.isfinite(values)
+        new[places] = total[places]
+        self._keep(places, values, start)
+
+    def _keep(self, places: Flat, values: Flat, start: int) -> None:
+        for i in np.flatnonzero(places).tolist():
+            self.rest.setdefault(start + i, []).append(float(values[i]))
 
 
 def _add(total: Flat, values: Flat, new: Flat, error: Flat, work: Flat) -> None:

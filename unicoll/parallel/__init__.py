@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from unicoll.parallel.exact_sums import ExactSum
 from unicoll.parallel.gradient_buckets import GradientBuckets
 from unicoll.parallel.parameters import (
     average_gradients,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # without DistributedDataParallel, so that "import *" does not import torch
 __all__ = [
     "DistributedSampler",
+    "ExactSum",
     "GradientBuckets",
     "average_gradients",
     "broadcast_parameters",
