@@ -68,18 +68,22 @@ def test_lists_and_dicts_of_arrays() -> None:
     own = total.result()
     assert [array.shape for array in own] == [(2, 3), (), (2, 4)]
     total.all_reduce()
-    total.all_reduce()  # does nothing more
     assert [set(array.ravel().tolist()) for array in total.result(like)] == [{3.0}] * 3
     assert like[2].tolist() == [[3.0] * 4] * 2
-    with pytest.raises(dist.DistArgumentError, match="reset"):
-        total.add(like)
+    for call in (lambda: total.add(like), total.all_reduce):
+        with pytest.raises(dist.DistArgumentError, match=r"reset\(\) begins another one"):
+            call()
     total.reset()
     total.add(like)
     assert total.result()[1] == 3
-    named = dist.ExactSum({"a": np.ones(2, np.float32)})
-    named.add({"a": np.ones(2, np.float32)})
+    names = ("a", "b") if rank else ("b", "a")
+    arrays = {name: np.full(2, ord(name), np.float32) for name in names}
+    named = dist.ExactSum(arrays)
+    named.add(dict(reversed(arrays.items())))
     named.all_reduce(dist.group.WORLD, timeout=20)
-    assert named.result()["a"].tolist() == [2, 2]
+    assert {name: array.tolist() for name, array in named.result().items()} == {
+        name: [2 * ord(name)] * 2 for name in names
+    }
 
 
 @pytest.mark.torch
@@ -116,6 +120,14 @@ def _nothing() -> None:
     dist.ExactSum([])
 
 
+def _other_names() -> None:
+    dist.ExactSum({"a": np.ones(3)}).add({"b": np.ones(3)})
+
+
+def _no_dict() -> None:
+    dist.ExactSum({"a": np.ones(3)}).result(np.ones(3))
+
+
 def _read_only() -> None:
     dist.ExactSum(np.ones(3)).result(np.broadcast_to(0.0, 3))
 
@@ -132,6 +144,8 @@ def _different_arrays() -> None:
         (_integers, "expected arrays of one floating-point type, not float8, got int32"),
         (_two_types, "got float64, float32"),
         (_nothing, "no arrays given"),
+        (_other_names, r"ExactSum.add: expected a dict of \['a'\], got \['b'\]"),
+        (_no_dict, r"ExactSum.result: expected a dict of \['a'\], got ndarray"),
         (_read_only, "read-only"),
         (
             _different_arrays,

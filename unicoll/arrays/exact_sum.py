@@ -187,7 +187,7 @@ class Summation:
         out[...] = values
 
     def _sum_with_errors(self, parts: Sequence[Flat]) -> Flat:
-        """The sums in float64: rounded to nearest, and on the right side of the numbers that decide later roundings."""
+        """The sums in float64, rounded to nearest, but for a narrower result as by :func:`_move_off_ties`."""
         new, other, loaded, work, missing = [array[: parts[0].size] for array in _scratch.arrays]
         total, wide, flag, rounded = parts[0], self._wide, self._flag, False
         if not wide:
@@ -206,7 +206,7 @@ class Summation:
             rounded |= flag.is_set()
         np.subtract(total, missing, out=new)
         if not wide:
-            _keep_apart(new, total, missing)
+            _move_off_ties(new, total, missing)
         largest = np.maximum.reduce(new)  # NaN if any sum has an infinity, or a partial sum is too large
         if rounded or largest != largest:
             self._finish(parts, new, rounded)
@@ -296,6 +296,12 @@ class Accumulator:
         self._addends = Summation(dtype, half)
         self._flag = inexact_flag()
 
+    def clear(self) -> None:
+        """Begin another sum."""
+        self.total.fill(-0.0)
+        self.missing = None
+        self.rest = {}
+
     def add(self, values: Flat) -> None:
         """Add an array of ``count`` elements."""
         for start in range(0, values.size, _STEP):
@@ -350,7 +356,7 @@ def _add(total: Flat, values: Flat, new: Flat, error: Flat, work: Flat) -> None:
     np.add(error, work, out=error)
 
 
-def _keep_apart(sums: Flat, total: Flat, missing: Flat) -> None:
+def _move_off_ties(sums: Flat, total: Flat, missing: Flat) -> None:
     """Where ``sums`` are in the middle between two float32 numbers, move them towards the exact ``total - missing``."""
     places = np.flatnonzero((sums.view(np.int64) & _BELOW_TIE) == 0)
     if not places.size:
@@ -364,7 +370,7 @@ def _keep_apart(sums: Flat, total: Flat, missing: Flat) -> None:
 
 
 def _exact(values: list[float], is_final: bool) -> float:
-    """The sum of finite numbers, rounded to nearest; unless ``is_final``, as :func:`_keep_apart` leaves it."""
+    """The sum of finite numbers, rounded to nearest, but unless ``is_final`` as by :func:`_move_off_ties`."""
     try:
         total = math.fsum(values)
     except OverflowError:  # a partial sum is too large

@@ -20,8 +20,14 @@ from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_po
 from unicoll.bench.values import FACTOR
 from unicoll.group import registry
 
-_REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
-_REDUCTIONS["exact"] = "EXACT_SUM"
+_REDUCTIONS = {
+    "sum": "SUM",
+    "prod": "PRODUCT",
+    "min": "MIN",
+    "max": "MAX",
+    "avg": "AVG",
+    "exact": "EXACT_SUM",
+}
 
 
 class _Distributed(Contender):

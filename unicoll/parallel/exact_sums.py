@@ -72,24 +72,23 @@ class ExactSum:
         self._half = HALVES.get(dtype.name)
         self._quietly = quiet_runner()
         self._kept: dict[str, Flat] = {}
-        self.reset()
+        self._sum = Accumulator(self._count, self._number, self._half)
+        self._reduced: Flat | None = None
 
     def reset(self) -> None:
         """Begin another sum."""
-        self._sum = Accumulator(self._count, self._number, self._half)
-        self._reduced: Flat | None = None
+        self._sum.clear()
+        self._reduced = None
 
     def add(self, arrays: Array | Sequence[Array] | Mapping[str, Array]) -> None:
         """Add arrays like those of the constructor.
 
         Raises:
-            DistArgumentError, DistTypeError: other shapes or another element type; or :meth:`all_reduce` has been
-                called, and :meth:`reset` has not.
+            DistArgumentError: other shapes, names or another element type; or :meth:`all_reduce` has been called, and
+                :meth:`reset` has not.
+            DistTypeError: not arrays in host memory.
         """
-        if self._reduced is not None:
-            raise DistArgumentError(
-                "ExactSum.add: all_reduce() has ended this sum; reset() begins another one"
-            )
+        self._refuse_after_all_reduce("add")
         buffers = self._checked("ExactSum.add", arrays)
         flats = [self._numbers(buffer) for buffer in buffers]
         self._quietly(self._sum.add, flats[0] if len(flats) == 1 else np.concatenate(flats))
@@ -102,13 +101,13 @@ class ExactSum:
             timeout: of each of its collectives (timedelta, or seconds); None takes the group's.
 
         Raises:
-            DistArgumentError: the ranks' arrays differ in size or element type; raised on all of them.
+            DistArgumentError: the ranks' arrays differ in size or element type; raised on all of them. Or it has been
+                called, and :meth:`reset` has not.
             DistError: as the collectives raise. The sum of this rank is unchanged.
         """
         pg = world.resolve(group)
-        if pg is None:
-            return
-        if self._reduced is None:
+        if pg is not None:
+            self._refuse_after_all_reduce("all_reduce")
             self._reduced = self._reduce(pg, timeout)
 
     def result(self, out: Array | Sequence[Array] | Mapping[str, Array] | None = None) -> Any:
@@ -135,6 +134,12 @@ class ExactSum:
             start += flat.size
             buffer.write_back()
         return out
+
+    def _refuse_after_all_reduce(self, method: str) -> None:
+        if self._reduced is not None:
+            raise DistArgumentError(
+                f"ExactSum.{method}: all_reduce() has ended this sum; reset() begins another one"
+            )
 
     # --- the ranks ----------------------------------------------------------------------------------------------
 
@@ -197,9 +202,13 @@ class ExactSum:
         return Summation(self._number, self._half, from_float64=True)
 
     def _buffers(self, what: str, arrays: Any) -> list[Buffer]:
-        listed = arrays.values() if isinstance(arrays, Mapping) else arrays
-        if not isinstance(arrays, Mapping | list | tuple):
-            listed = [arrays]
+        """The buffers of arrays, those of a dict in the order of its sorted names, which is equal on all ranks."""
+        listed = arrays if isinstance(arrays, list | tuple) else [arrays]
+        if isinstance(self._like, Mapping):
+            if not isinstance(arrays, Mapping) or arrays.keys() != self._like.keys():
+                got = sorted(arrays) if isinstance(arrays, Mapping) else type(arrays).__name__
+                raise DistArgumentError(f"{what}: expected a dict of {sorted(self._like)}, got {got}")
+            listed = [arrays[name] for name in sorted(arrays)]
         found = [as_buffer(array, f"{what}: array") for array in listed]
         for buffer in found:
             if buffer.flat is None:
