@@ -137,6 +137,7 @@ if TYPE_CHECKING:
     )
     from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
     from unicoll.parallel.exact_sums import ExactSum
+    from unicoll.parallel.recovery import recover
     from unicoll.trace.profile import profile
 
 __version__ = "0.2.0"
@@ -154,6 +155,7 @@ _LAZY = {
     "profile": "trace.profile",
     "parallel": "parallel",
     "ExactSum": "parallel.exact_sums",
+    "recover": "parallel.recovery",
     "Backend": "group.registry:BackendName",
     **{name: name for name in ("api", "arrays", "backend", "errors", "group", "net")},
     "ProcessGroup": "group.process_group",
@@ -317,6 +319,7 @@ __all__ = [
     "new_subgroups_by_enumeration",
     "probe",
     "profile",
+    "recover",
     "recv",
     "recv_object_list",
     "reduce",

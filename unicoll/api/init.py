@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 DEFAULT_NAME = "world"
 """Name of the default group."""
-_RENDEZVOUS_S = 300.0
+RENDEZVOUS_S = 300.0
+"""Seconds to join a job, unless a timeout is given."""
 _NAME_LENGTH = 64
 _NAME = re.compile(rf"[A-Za-z][A-Za-z0-9._-]{{0,{_NAME_LENGTH - 1}}}")
 
@@ -61,15 +62,20 @@ def init_process_group(
         AuthenticationError: the other ranks have another secret.
         DistStoreError, DistNetworkError: the store cannot be reached.
     """
+    if world.replaces_lost_rank():
+        raise DistArgumentError(
+            "init_process_group: this process replaces a rank that has ended, and joins the others by"
+            " unicoll.recover(state), which they call, too (docs/recovery.md)"
+        )
     if world.is_initialized():
         raise DistArgumentError(
             "init_process_group: the default process group exists already (torch.distributed.init_process_group makes"
             " it, too, with a backend of unicoll); call destroy_process_group first"
         )
-    job = _join(
+    job = join_with_group(
         "init_process_group", backend, init_method, timeout, world_size, rank, store, pg_options, device_id
     )
-    enter(job, _follow_profiler)
+    enter(job, follow_profiler)
 
 
 def join(
@@ -120,7 +126,7 @@ def join(
         )
     if (world_size, rank) != (-1, -1) and init_method is None and store is None:
         raise DistArgumentError("join: rank and world_size are given; give init_method or store, too")
-    group: ProcessGroup = _join(
+    group: ProcessGroup = join_with_group(
         "join",
         backend,
         init_method,
@@ -136,7 +142,7 @@ def join(
     return group
 
 
-def _join(
+def join_with_group(
     what: str,
     backend: str | None,
     init_method: str | None,
@@ -151,26 +157,33 @@ def _join(
 ) -> Job:
     """Join a job and make its group of all ranks, for the public function ``what``."""
     # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
-    from unicoll.backend.contract import Context
-    from unicoll.bootstrap.join import join, leave
-    from unicoll.group.process_group import ProcessGroup
+    from unicoll.bootstrap.join import join
 
     rank = as_integer(f"{what}: rank", rank)
     world_size = as_integer(f"{what}: world_size", world_size)
     limit = world.seconds(timeout, default_pg_timeout.total_seconds())
-    joining_s = min(limit, _RENDEZVOUS_S) if timeout is None else limit
+    joining_s = min(limit, RENDEZVOUS_S) if timeout is None else limit
     job = join(backend, init_method, rank, world_size, store, limit, joining_s, name, secret)
+    make_default_group(job, joining_s, pg_options, device_id)
+    return job
+
+
+def make_default_group(job: Job, joining_s: float, pg_options: Any, device_id: Any) -> None:
+    """Make the group of all ranks of a job that this process has joined; on an error the job is left."""
+    from unicoll.backend.contract import Context
+    from unicoll.bootstrap.join import leave
+    from unicoll.group.process_group import ProcessGroup
+
     try:
-        all_ranks = tuple(range(job.size))
-        desc = name or "default_pg"
-        context = Context(job, name or DEFAULT_NAME, all_ranks, limit, pg_options, device_id, desc=desc)
+        name, all_ranks = job.name or DEFAULT_NAME, tuple(range(job.size))
+        desc = job.name or "default_pg"
+        context = Context(job, name, all_ranks, job.timeout, pg_options, device_id, desc=desc)
         job.default = ProcessGroup.create(context, job.choices)
         if job.control is not None:
             job.control.initialized(joining_s)
     except BaseException as e:
         leave(job, e)
         raise
-    return job
 
 
 def enter(job: Job, follow: Callable[[bool], None] | None = None) -> None:
@@ -191,10 +204,11 @@ def enter(job: Job, follow: Callable[[bool], None] | None = None) -> None:
             raise
 
 
-def _follow_profiler(running: bool) -> None:
-    from unicoll.api.hooks import follow_profiler
+def follow_profiler(running: bool) -> None:
+    """Show the default group's calls in ``torch.profiler`` while it runs."""
+    from unicoll.api import hooks
 
-    follow_profiler(running)
+    hooks.follow_profiler(running)
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -219,6 +233,10 @@ def destroy_process_group(group: Any = None) -> None:
         return
     job.groups.remove(pg)
     pg.close()
+    if not job.groups:  # recover() has replaced the default group
+        from unicoll.bootstrap.join import leave
+
+        leave(job)
 
 
 def explain(group: Any = None) -> str:

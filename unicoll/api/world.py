@@ -11,6 +11,7 @@ from unicoll.errors import DistArgumentError, DistError, DistTypeError, NotIniti
 from unicoll.group import backend_choice, registry
 from unicoll.group.arguments import as_integer
 from unicoll.group.registry import BackendName
+from unicoll.net import environment
 from unicoll.net.timeouts import Timeout, positive_seconds
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ _job: Job | None = None
 """The job of the default group, from ``init_process_group`` to ``destroy_process_group``."""
 _pid = 0
 """Of the process that is in the job; in a forked child, until it joins a job itself, of the parent that was in one."""
+
+
+_recovers = True
+"""False once this process has had a default group."""
 
 
 class _GroupMeta(type):
@@ -74,8 +79,14 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
 
 
 def enter(job: Job) -> None:
-    """Make a job's group of all ranks the default group, until this process leaves the job."""
-    global _job, _pid
+    """Make a job's group of all ranks the default group, until this process leaves the job.
+
+    It may replace that of another job, which this process is still in.
+    """
+    global _job, _pid, _recovers
+    if _job is not None:
+        _job.leaving = None
+    _recovers = False
     job.function_view = job.default._function_view
     job.leaving = _forget
     _job, _pid = job, os.getpid()
@@ -94,6 +105,11 @@ def leave(error: BaseException | None = None) -> None:
         from unicoll.bootstrap import join
 
         join.leave(_job, error)
+
+
+def replaces_lost_rank() -> bool:
+    """True if the launcher has started this process in place of one that has ended, and it has had no group yet."""
+    return _recovers and environment.number("UNICOLL_REPLACEMENT") > 0
 
 
 def seconds(timeout: Timeout, default: float) -> float:

@@ -44,6 +44,8 @@ Key = tuple[str, str, int]
 
 _ACCEPTED, _BUSY, _CLOSED = b"A", b"B", b"C"
 _TICK_S = 0.1
+_DEPARTURE_S = 1.5
+"""Seconds to wait for the notice of a peer's end; the relay may have ended, too, and is then replaced first."""
 _HANDSHAKE_S, _ATTEMPTS = 1.5, 20
 """Seconds for a handshake after the peer's first bytes, and the number of attempts."""
 _PER_RANK, _SPARE = 2, 256
@@ -399,7 +401,7 @@ class Endpoint:
     def _departure(self, peer: int) -> str | None:
         """How a peer has ended, waiting a moment for the notification; None if it is still alive."""
         control = self._job.control
-        return control.await_departure(peer) if control is not None else None
+        return control.await_departure(peer, _DEPARTURE_S) if control is not None else None
 
     def _check_alive(self, peer: int) -> None:
         control = self._job.control

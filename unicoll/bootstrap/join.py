@@ -79,10 +79,7 @@ def run_rendezvous(
         BackendUnavailableError: MPI was requested by name, but was not started with the other processes.
         AuthenticationError, DistStoreError, DistNetworkError: as :func:`unicoll.bootstrap.rendezvous.rendezvous`.
     """
-    _install_excepthook()  # first: errors are shown without unicoll's frames
-    environment.check()
-    debug_level.apply()
-    environment.warn_of_unknown()
+    apply_environment()
     # a backend that cannot be used fails before other ranks wait for this one
     if isinstance(backend, str) and backend_choice.is_fake(backend_choice.choose(backend)):
         return fake_job.rendezvous(init_method, rank, world_size)
@@ -110,6 +107,18 @@ def run_rendezvous(
     if not name:
         logs.set_rank(found.rank)
     return found
+
+
+def apply_environment() -> None:
+    """Check unicoll's variables and apply the debug level, before anything else that joining a job does.
+
+    Raises:
+        DistArgumentError: a variable has an unknown value.
+    """
+    _install_excepthook()  # first: errors are shown without unicoll's frames
+    environment.check()
+    debug_level.apply()
+    environment.warn_of_unknown()
 
 
 def join_job(
@@ -241,7 +250,7 @@ def _exit_note_reader(rendezvous: Rendezvous) -> Callable[[int], str | None] | N
         deadline = time.monotonic() + _EXIT_NOTE_S
         while time.monotonic() < deadline:
             try:
-                note = rendezvous.root.try_get(f"launcher/exit/{rank}")
+                note = rendezvous.root.try_get(rendezvous.exit_keys[rank])
             except DistError:
                 return None
             if note is not None:

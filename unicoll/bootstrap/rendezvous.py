@@ -57,6 +57,7 @@ class Rendezvous:
         mpi_reason: why MPI is not used for arrays although its launcher started the job; "" otherwise.
         store_ends_with_rank_0: True if the store may end with rank 0's process.
         address: of the store, and its source, for messages.
+        exit_keys: those of :class:`Members`.
         fake: True if there are no other processes (:mod:`unicoll.bootstrap.fake_job`).
     """
 
@@ -74,6 +75,7 @@ class Rendezvous:
     mpi_reason: str = ""
     store_ends_with_rank_0: bool = True
     address: str = ""
+    exit_keys: Sequence[str] = ()
     fake: bool = False
 
     def close(self) -> None:
@@ -102,6 +104,30 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     _handlers[scheme] = handler
 
 
+@dataclass
+class Members:
+    """The members of a rendezvous and the location of its store, before this process meets the others.
+
+    Attributes:
+        rank, world_size: of this process, and of all.
+        launched: the launcher's information, if it applies.
+        secret: the job's secret; empty without one.
+        location: of the store.
+        notes: what was chosen, from which source and why.
+        given_store: True if the caller gave the store, whose timeout then does not change.
+        exit_keys: by rank, the key of the launcher's note on how the process ended.
+    """
+
+    rank: int
+    world_size: int
+    launched: LaunchInfo | None
+    secret: Secret
+    location: StoreLocation
+    notes: list[str]
+    given_store: bool
+    exit_keys: Sequence[str]
+
+
 def rendezvous(
     init_method: str | None = None,
     rank: int = -1,
@@ -116,18 +142,37 @@ def rendezvous(
     secret: Secret | None = None,
     use_launcher: bool = True,
 ) -> Rendezvous:
-    """Find the other processes of the job.
+    """Find the other processes of the job: :func:`find_members`, then :func:`meet`, with all their errors."""
+    found = find_members(
+        init_method, rank, world_size, store, environ, launched, mpi_store, spare_store, secret, use_launcher
+    )
+    if name:
+        found.location.namespace += f"/{name}"
+    return meet(found, timeout, environ, name)
+
+
+def find_members(
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    store: Store | StoreLocation | None = None,
+    environ: Environ = os.environ,
+    launched: LaunchInfo | None = None,
+    mpi_store: Callable[[float], Store] | None = None,
+    spare_store: Callable[[float], Store] | None = None,
+    secret: Secret | None = None,
+    use_launcher: bool = True,
+) -> Members:
+    """Rank, world size and location of the store, from the arguments and the environment; opens nothing.
 
     Args:
         init_method: ``"env://"`` (None means it), ``"tcp://host:port"``, ``"file:///path"`` or a registered
             scheme; rank and world size may be in the query, ``?rank=0&world_size=4``.
         rank, world_size: -1 if the query or the launcher gives them; arguments have priority over the launcher.
         store: a store that all ranks share, or its location, instead of an init method.
-        timeout: seconds for the whole rendezvous.
         launched: the launcher's information; None reads it from the environment.
         mpi_store: opens a store over MPI, if MPI has been chosen; used if MASTER_ADDR is not set.
         spare_store: opens a store over MPI; used if ``env://`` gives no address at all.
-        name: of the job; jobs of different names may use one store at the same time.
         secret: the job's secret; None reads it from the environment.
         use_launcher: False if the launcher has started other processes than those of this job.
 
@@ -140,14 +185,9 @@ def rendezvous(
     Raises:
         DistArgumentError: rank or world size is missing, contradictory or out of range, the URL or a variable
             is invalid; the message says what to set.
-        AuthenticationError: the ranks have different secrets.
-        StoreTimeoutError, DistNetworkError: rank 0 or its store did not appear in time; the message names the
-            address.
-        DistStoreError: another process has this rank.
     """
     if store is not None and init_method is not None:
         raise DistArgumentError("give init_method or store, not both")
-    deadline = time.monotonic() + timeout
     url = parse_init_method(init_method if init_method is not None else "env://")
     notes: list[str] = []
     rank, world_size, launched = members(url, rank, world_size, environ, notes, launched)
@@ -155,8 +195,26 @@ def rendezvous(
         launched = None
     secret = secret or find_secret(environ)
     location = _location(url, rank, world_size, store, launched, secret, environ, mpi_store, spare_store)
-    if name:
-        location.namespace += f"/{name}"
+    exit_keys = [f"launcher/exit/{each}" for each in range(world_size)]
+    return Members(rank, world_size, launched, secret, location, notes, store is not None, exit_keys)
+
+
+def meet(found: Members, timeout: float = 300.0, environ: Environ = os.environ, name: str = "") -> Rendezvous:
+    """The rendezvous of these members.
+
+    Args:
+        timeout: seconds for the whole rendezvous.
+        name: of the job; jobs of different names may use one store at the same time.
+
+    Raises:
+        AuthenticationError: the ranks have different secrets.
+        StoreTimeoutError, DistNetworkError: rank 0 or its store did not appear in time; the message names the
+            address.
+        DistStoreError: another process has this rank.
+    """
+    rank, world_size, launched = found.rank, found.world_size, found.launched
+    secret, location, notes = found.secret, found.location, found.notes
+    deadline = time.monotonic() + timeout
     single_host = world_size == 1 or (launched is not None and launched.single_host)
     over_mpi = isinstance(location, MPILocation)  # MPI's own processes
     job = launched.job if launched is not None and not over_mpi else ""
@@ -173,7 +231,7 @@ def rendezvous(
         ):
             refuse_protection(environ)  # now: later, rank 0 would end before the others have connected
         agreed = agree_on_store(location, rank, world_size, secret, deadline, job)
-    if store is None:
+    if not found.given_store:
         agreed.store.set_timeout(timedelta(seconds=timeout))
     notes.append(f"store: {location.describe()}")
     notes.append(f"secret: {_describe_secret(secret, agreed.trusted)}")
@@ -194,6 +252,7 @@ def rendezvous(
         store_ends_with_rank_0=location.ends_with_rank_0,
         mpi_started=over_mpi,
         address=location.describe(),
+        exit_keys=found.exit_keys,
     )
 
 

@@ -21,6 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -70,6 +71,8 @@ class StoreLocation(ABC):
         members: rank and world size, if opening the store determines them.
         ends_with_rank_0: True if the store may end with rank 0's process.
         refuses_other_users: True if the store, if it is private, accepts only processes of this user on this host.
+        found_again: True if a process that is started later, in place of one that died, finds the same store.
+        wrap: makes the store that the rendezvous uses from the open one.
     """
 
     address: str
@@ -80,6 +83,8 @@ class StoreLocation(ABC):
     members: tuple[int, int] | None = None
     ends_with_rank_0 = True
     refuses_other_users = False
+    found_again = False
+    wrap: Callable[[Store], Store] | None = None
     _store: Store | None = None  # to close
 
     @abstractmethod
@@ -170,6 +175,8 @@ def agree_on_store(
     while True:
         try:
             root = location.open(rank, world_size, deadline)
+            if location.wrap is not None:
+                root = location.wrap(root)
             return _agree_at(location, root, rank, world_size, secret, deadline, job)
         except (DistStoreError, DistNetworkError) as error:
             location.close()

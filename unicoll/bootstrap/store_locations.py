@@ -25,6 +25,8 @@ PROBE_SECONDS = 2.0
 class ExistingStoreLocation(StoreLocation):
     """A store of the caller, who closes it."""
 
+    found_again = True
+
     def __init__(self, store: Store) -> None:
         if not hasattr(store, "compare_set"):  # torch's stores and compatible objects work too
             raise DistArgumentError(f"store must be a Store, not {type(store).__name__}")
@@ -176,6 +178,7 @@ class TCPLocation(StoreLocation):
         self._ports, self._source, self._secret = ports, source, secret
         self._hosted, self._all_interfaces, self._single_host = hosted, all_interfaces, single_host
         self.ends_with_rank_0 = not hosted
+        self.found_again = len(ports) == 1
         self._store: TCPStore | None = None
         self.address = f"tcp://{interfaces.join_hostport(host, ports[0])}"
         if len(ports) > 1:

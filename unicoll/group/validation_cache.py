@@ -41,9 +41,9 @@ class ValidationCache:
         self._backends = backends
         self._hooks: tuple[Hook, ...] = context.job.hooks
         self._hooked: dict[Backend, HookedBackend] = {}
-        debug_level.on_change(self._debug_level_changed)
+        debug_level.add_listener(self)
 
-    def _debug_level_changed(self) -> None:
+    def debug_level_changed(self) -> None:
         self._backends.debug_level_changed()
         self.known = {}
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from enum import Enum, IntEnum
-from weakref import WeakMethod
+from typing import Protocol
+from weakref import WeakSet
 
 from unicoll.errors import DistTypeError
 from unicoll.net import environment, logs
@@ -27,7 +27,12 @@ class DebugLevel(IntEnum):
 
 _SHOWN = {DebugLevel.OFF: None, DebugLevel.INFO: logging.INFO, DebugLevel.DETAIL: logging.DEBUG}
 
-_on_change: list[WeakMethod[Callable[[], None]]] = []
+
+class _Listener(Protocol):
+    def debug_level_changed(self) -> None: ...
+
+
+_listeners: WeakSet[_Listener] = WeakSet()
 _level: DebugLevel | None = None  # None: not yet read from the environment
 
 
@@ -61,15 +66,13 @@ def set_debug_level(level: DebugLevel) -> None:
         raise DistTypeError(f"set_debug_level: expected a DebugLevel, got {level!r}")
     _level = level
     apply()
-    for reference in [*_on_change]:
-        change = reference()
-        if change is not None:
-            change()
+    for listener in [*_listeners]:
+        listener.debug_level_changed()
 
 
-def on_change(method: Callable[[], None]) -> None:
-    """Have a bound method called after the level was set, as long as its object exists."""
-    _on_change.append(WeakMethod(method, _on_change.remove))
+def add_listener(listener: _Listener) -> None:
+    """Call ``listener.debug_level_changed()`` after the level was set, as long as the object exists."""
+    _listeners.add(listener)
 
 
 def set_debug_level_from_env() -> None:

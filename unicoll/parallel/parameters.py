@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def parameters_digest(parameters: Arrays) -> str:
 
     The names of arrays in a sequence are their indices. The library and device have no influence.
     """
-    return _digest(*named(parameters)).hex()
+    return arrays_digest(*named(parameters)).hex()
 
 
 def check_identical(parameters: Arrays, group: Any = None) -> str:
@@ -102,7 +103,7 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
     """
     members = member(group, "check_identical")
     names, arrays = named(parameters)
-    own = _digest(names, arrays)
+    own = arrays_digest(names, arrays)
     count = len(arrays).to_bytes(8, "little")
     like = arrays[0] if arrays else np.empty(0)
     answers = _gather(members, own + count, like)
@@ -114,7 +115,7 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
         counts = ", ".join(str(int.from_bytes(answer[DIGEST_BYTES:], "little")) for answer in answers)
         what = f"they have different numbers of arrays ({counts}, by rank)"
     else:
-        each = b"".join(_digest([name], [array]) for name, array in zip(names, arrays, strict=True))
+        each = b"".join(arrays_digest([name], [array]) for name, array in zip(names, arrays, strict=True))
         rows = [
             np.frombuffer(row, np.uint8).reshape(-1, DIGEST_BYTES) for row in _gather(members, each, like)
         ]
@@ -143,7 +144,8 @@ def _packers(arrays: Arrays) -> list[Packer]:
     return [Packer([members[i] for i in bucket]) for bucket in plan]
 
 
-def _digest(names: list[str], arrays: list[Any]) -> bytes:
+def arrays_digest(names: Sequence[str], arrays: Sequence[Any]) -> bytes:
+    """SHA-256 of the arrays' names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name, array in zip(names, arrays, strict=True):
         dtype = str(kind_of(array).dtype).removeprefix("torch.")

@@ -67,7 +67,7 @@ class Agent:
                 shutil.rmtree(logs.path, ignore_errors=True)
 
     def _run_attempts(self, launch: Launch) -> int:
-        nodes, most = launch.nodes, self._options.max_restarts
+        nodes, most = launch.nodes, 0 if self._options.replaces else self._options.max_restarts
         first: Cause | None = None
         last: Cause | None = None
         failure: Failure | None = None

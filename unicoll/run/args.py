@@ -24,6 +24,8 @@ from unicoll.run.flags import make_parser
 
 OUT, ERR = 1, 2
 _MOST_PROCESSES = 1 << 22
+_REPLACEMENTS = 10
+"""Default of --max-restarts with --replace."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class LaunchOptions:
     map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown`` is the set of local ranks whose output
     is shown, None for all. ``node_rank`` is None if the launchers of several nodes agree on it. ``master_port`` is None
     if the launcher picks a free port. Times are in seconds.
+    ``replaces`` is True if a worker that fails is started again alone, ``max_restarts`` times; else all are.
     ``gives_local_rank`` is True if the program gets ``--local-rank`` as its first argument. ``matches`` maps OUT and
     ERR to the texts whose lines are also written to one file for all workers. ``affinity`` maps each local rank to the
     CPUs that it is bound to; it is empty without ``--numa-binding``. ``devices`` maps each local rank to the
@@ -64,6 +67,7 @@ class LaunchOptions:
     signals: tuple[signal.Signals, ...]
     gives_local_rank: bool
     max_restarts: int
+    replaces: bool
     join_timeout: float
     matches: Mapping[int, tuple[str, ...]]
     affinity: Mapping[int, frozenset[int]]
@@ -117,7 +121,8 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
         shutdown_timeout=_shutdown_timeout(parsed.shutdown_timeout),
         signals=_signals(parsed.signals_to_handle),
         gives_local_rank=not getattr(parsed, "use_env", True),
-        max_restarts=parsed.max_restarts,
+        max_restarts=_max_restarts(parsed),
+        replaces=parsed.replace,
         join_timeout=_join_timeout(parsed.rdzv_conf),
         matches={
             OUT: _texts(parsed.duplicate_stdout_filters),
@@ -136,6 +141,7 @@ def _refuse_with_mpi(options: LaunchOptions) -> None:
     if options.nnodes > 1:
         raise ValueError("--mpi is for one node: on several ones start mpirun, with its option for hosts")
     asked = {
+        "--replace": options.replaces,
         "--max-restarts": options.max_restarts,
         "--redirects": any(options.redirects.values()),
         "--tee": any(options.tees.values()),
@@ -153,8 +159,6 @@ def _refuse_with_mpi(options: LaunchOptions) -> None:
 
 
 def _refuse_unsupported(parsed: argparse.Namespace) -> None:
-    if parsed.max_restarts < 0:
-        raise ValueError("--max-restarts must not be negative")
     if parsed.start_method not in ("spawn", "fork", "forkserver"):
         raise ValueError(f"--start-method {parsed.start_method} is none of spawn, fork, forkserver")
     if parsed.event_log_handler != "null":
@@ -163,6 +167,14 @@ def _refuse_unsupported(parsed: argparse.Namespace) -> None:
         raise ValueError("--logs-specs is not supported")
     if parsed.numa_binding and parsed.numa_binding not in BINDINGS:
         raise ValueError(f"--numa-binding {parsed.numa_binding} is none of {', '.join(BINDINGS)}")
+
+
+def _max_restarts(parsed: argparse.Namespace) -> int:
+    if parsed.max_restarts is None:
+        return _REPLACEMENTS if parsed.replace else 0
+    if parsed.max_restarts < 0:
+        raise ValueError("--max-restarts must not be negative")
+    return int(parsed.max_restarts)
 
 
 def _nodes(text: str, target: str) -> int:

@@ -19,7 +19,7 @@ from unicoll.net.signal_handlers import is_caught
 from unicoll.run.args import LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
 from unicoll.run.failure import Failure, last_stderr_lines, report, root_cause, summary
-from unicoll.run.job import EXIT_KEY, job_variable
+from unicoll.run.job import exit_key, job_variable
 from unicoll.run.nodes import Cause, NodeEnd, Nodes, Placement
 from unicoll.run.output import Console, OutputPipe, OutputPipes
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
@@ -83,6 +83,8 @@ class Attempt:
         self._store_failed = False
         self._failed_elsewhere = ""  # why the attempt has failed on another node
         self._workers: list[Worker] = []
+        self._environment: dict[str, str] = {}
+        self._replacements = 0
         self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signal_time = 0.0
         self._left: list[int] = []  # processes that did not end
@@ -128,16 +130,28 @@ class Attempt:
     def _start(self) -> None:
         options = self._options
         added = {JOB_VARIABLE: job_variable(self._token), **self._dumps.environment}
-        environment = shared_environment(options, self._place, os.environ, added)
-        self._files = files = AttemptFiles(options, self._logs, self.number, self._console)
+        self._environment = shared_environment(options, self._place, os.environ, added)
+        self._files = AttemptFiles(options, self._logs, self.number, self._console)
         for local_rank in range(options.nproc):
             if self._signals.received:
                 break
             self._signals.started = True
-            rank = self._place.first_rank + local_rank
-            worker = start_worker(options, rank, local_rank, environment, files, self._console, self._streams)
-            self._guard.watch(worker.pid)
-            self._workers.append(worker)
+            self._workers.append(self._start_worker(local_rank))
+
+    def _start_worker(self, local_rank: int, replacement: int = 0) -> Worker:
+        assert self._files is not None
+        worker = start_worker(
+            self._options,
+            self._place.first_rank + local_rank,
+            local_rank,
+            self._environment,
+            self._files,
+            self._console,
+            self._streams,
+            replacement,
+        )
+        self._guard.watch(worker.pid)
+        return worker
 
     # --- the main loop ----------------------------------------------------------------------------------------
 
@@ -220,11 +234,33 @@ class Attempt:
             if worker.status < 0:
                 worker.status = 1  # its exception was first; the launcher's signal only ended its clean-up
         worker.failure = record
+        if self._may_replace():
+            self._replace(worker)
+            return
         self.failed.append(worker)
         if len(self.failed) == 1 and not self._failed_elsewhere:
             self._nodes.announce(summary(worker))
         self._publish_end(worker)
         self._schedule_stop()
+
+    def _may_replace(self) -> bool:
+        """True if a worker that fails now is replaced, and the others go on."""
+        stops = self.failed or self._failed_elsewhere or self._pending_signals or self._kill_time is not None
+        return self._options.replaces and not stops and self._replacements < self._options.max_restarts
+
+    def _replace(self, worker: Worker) -> None:
+        """Start a process in place of one that has ended; it joins the others by unicoll.recover()."""
+        self._publish_end(worker)
+        self._show_tracebacks()
+        self._replacements += 1
+        self._console.log(
+            f"{summary(worker)}; starting a replacement ({self._replacements} of {self._options.max_restarts})"
+        )
+        kill_group(worker.pid, signal.SIGKILL)  # what it has started
+        self._complete_log(worker)
+        self._guard.forget(worker.pid)
+        worker.reap()
+        self._workers[worker.local_rank] = self._start_worker(worker.local_rank, worker.replacement + 1)
 
     def _publish_end(self, worker: Worker) -> None:
         """Store how a rank ended, for the errors of the ranks that report it as lost."""
@@ -233,7 +269,7 @@ class Attempt:
         cause = worker.failure.message if worker.failure is not None else ""
         note = {"pid": worker.pid, "status": worker.status, "cause": cause}
         try:
-            self._place.store.set(EXIT_KEY.format(rank=worker.rank), json.dumps(note))
+            self._place.store.set(exit_key(worker.rank, worker.replacement), json.dumps(note))
         except DistError as error:
             self._store_failed = True
             log.debug("the store did not accept the end of rank %d: %s", worker.rank, error)
@@ -246,7 +282,9 @@ class Attempt:
         for worker in self._workers:
             if worker.status is None and os.path.exists(worker.error_file):
                 record = self._read_record(worker)
-                if record is not None and record.final and not self._pending_signals:
+                if record is not None and record.final and self._may_replace():
+                    kill_group(worker.pid, signal.SIGKILL)
+                elif record is not None and record.final and not self._pending_signals:
                     self._nodes.announce(f"rank {worker.rank}: {record.message}")
                     self._schedule_stop()
 
@@ -420,13 +458,16 @@ class Attempt:
     def _complete_logs(self) -> None:
         """Append the tracebacks that the launcher prints for workers to the files that their stderr goes to."""
         for worker in self._workers:
-            if worker.record is None:
-                continue
-            if isinstance(worker.stderr, OutputPipe):
-                worker.stderr.copy_lines(worker.record.traceback)
-            if worker.log is not None:
-                try:
-                    with open(worker.log, "a", encoding="utf-8", errors="backslashreplace") as log:
-                        log.write(worker.record.traceback)
-                except OSError as error:
-                    self._console.log(f"{worker.log}: {error.strerror}; it lacks the traceback")
+            self._complete_log(worker)
+
+    def _complete_log(self, worker: Worker) -> None:
+        if worker.record is None:
+            return
+        if isinstance(worker.stderr, OutputPipe):
+            worker.stderr.copy_lines(worker.record.traceback)
+        if worker.log is not None:
+            try:
+                with open(worker.log, "a", encoding="utf-8", errors="backslashreplace") as log:
+                    log.write(worker.record.traceback)
+            except OSError as error:
+                self._console.log(f"{worker.log}: {error.strerror}; it lacks the traceback")

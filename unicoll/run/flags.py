@@ -36,8 +36,8 @@ examples:
   {command} -n 4 -m package.train        a module, as python -m runs it
   two machines; the same on both, with the same UNICOLL_SECRET_FILE:
   {command} -n 8 --nnodes 2 --rdzv-endpoint first.example.org:29500 train.py""",
-        epilog="""The flags are torchrun's, except -n, --mpi, --grace and --no-prefix. Each may be set by PET_<NAME> in
-the environment, for example PET_NPROC_PER_NODE=4. Not supported: --logs-specs.""",
+        epilog="""The flags are torchrun's, except -n, --mpi, --grace, --no-prefix and --replace. Each may be set by
+PET_<NAME> in the environment, for example PET_NPROC_PER_NODE=4. Not supported: --logs-specs.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -141,8 +141,11 @@ def _output_flags(flags: _Flags) -> None:
 
 
 def _end_flags(flags: _Flags) -> None:
-    restarts = "after a failure start all workers again, at most N times (default 0)"
-    flags.value("max-restarts", 0, "N", restarts, type=int)
+    restarts = "after a failure start all workers again, at most N times (default 0; with --replace 10 for each node)"
+    flags.value("max-restarts", None, "N", restarts, type=int)
+    flags.switch(
+        "replace", "start only the worker again that has failed; the program calls unicoll.recover()"
+    )
     grace = "seconds that the others have to fail by themselves after the first failure (default 5)"
     flags.value("grace", 5.0, "S", grace, type=float)
     flags.value("shutdown-timeout", None, "S", "seconds from SIGTERM to SIGKILL (default 30)", type=float)

@@ -15,8 +15,13 @@ from unicoll.run.process_cleanup import JOB_VARIABLE
 if TYPE_CHECKING:
     from unicoll.net.stores import TCPStore
 
-EXIT_KEY = "launcher/exit/{rank}"
-"""Key in the job's store for how a rank ended: JSON with its pid, status (``-N`` for signal N) and cause."""
+
+def exit_key(rank: int, replacement: int = 0) -> str:
+    """Key in the job's store for how a rank ended: JSON with its pid, status (``-N`` for signal N) and cause.
+
+    ``replacement`` is the process's number among those that were started for this rank.
+    """
+    return f"launcher/exit/{rank}" + (f"/{replacement}" if replacement else "")
 
 
 def job_token() -> str:

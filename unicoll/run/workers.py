@@ -51,21 +51,19 @@ class AttemptFiles:
 
     def __init__(self, options: LaunchOptions, logs: LogFiles, number: int, console: Console) -> None:
         self._path = os.path.join(logs.path, f"attempt_{number}")
-        for local_rank in range(options.nproc):
-            os.makedirs(os.path.join(self._path, str(local_rank)))
+        os.makedirs(self._path)
         self.copies: dict[int, LineCopies] = {}
         for which, texts in options.matches.items():
             if texts:
                 path = os.path.join(self._path, f"filtered_{_STREAMS[which]}.log")
                 self.copies[which] = LineCopies(texts, LogFile(path, console))
 
-    def stream(self, local_rank: int, which: int) -> str:
-        """Path of a worker's stdout.log or stderr.log."""
-        return os.path.join(self._path, str(local_rank), f"{_STREAMS[which]}.log")
-
-    def error(self, local_rank: int) -> str:
-        """Path of a worker's error file."""
-        return os.path.join(self._path, str(local_rank), "error.json")
+    def directory(self, local_rank: int, replacement: int = 0) -> str:
+        """A new directory for a worker's files."""
+        name = f"{local_rank}" + (f"_replacement_{replacement}" if replacement else "")
+        path = os.path.join(self._path, name)
+        os.makedirs(path)
+        return path
 
     def close(self) -> None:
         """Close the files of copied lines."""
@@ -86,6 +84,7 @@ class Worker:
         stderr: the source of :attr:`tail`: its stream, or the path of the file that it writes itself.
         record: the exception that ended its program, once the launcher has read it.
         failure: the last exception that it has recorded, if it has failed.
+        replacement: its number among the processes that were started for its rank.
     """
 
     rank: int
@@ -100,6 +99,7 @@ class Worker:
     stopped: bool = False
     record: ExceptionRecord | None = None
     failure: ExceptionRecord | None = None
+    replacement: int = 0
 
     @property
     def pid(self) -> int:
@@ -143,7 +143,7 @@ def shared_environment(
 ) -> dict[str, str]:
     """The environment variables of all workers of this node: the user's, and the launcher's (``job`` and others)."""
     shared = dict(environ)
-    for name in ("UNICOLL_STORE", "TORCHELASTIC_ERROR_FILE"):  # of an enclosing job
+    for name in ("UNICOLL_STORE", "UNICOLL_REPLACEMENT", "TORCHELASTIC_ERROR_FILE"):  # of an enclosing job
         shared.pop(name, None)
     shared.setdefault("PYTHONUNBUFFERED", "1")
     shared |= checkout_path(shared)
@@ -187,9 +187,14 @@ def start_worker(
     files: AttemptFiles,
     console: Console,
     streams: OutputPipes,
+    replacement: int = 0,
 ) -> Worker:
-    """Start one worker and connect its output; OSError if it cannot be started or a log file cannot be opened."""
-    error_file = files.error(local_rank)
+    """Start one worker and connect its output; OSError if it cannot be started or a log file cannot be opened.
+
+    ``replacement`` is its number among the processes that are started for this rank; 0 is the first.
+    """
+    directory = files.directory(local_rank, replacement)
+    error_file = os.path.join(directory, "error.json")
     environment = {
         **shared,
         "RANK": str(rank),
@@ -197,11 +202,18 @@ def start_worker(
         "ROLE_RANK": str(rank),
         "TORCHELASTIC_ERROR_FILE": error_file,
     }
+    if replacement:
+        environment |= {
+            "UNICOLL_REPLACEMENT": str(replacement),
+            "TORCHELASTIC_RESTART_COUNT": str(replacement),
+        }
     if options.devices:
         environment |= options.devices[local_rank]
     out, err = (_destination(options, local_rank, which) for which in (OUT, ERR))
     paths = {
-        which: files.stream(local_rank, which) for which, each in ((OUT, out), (ERR, err)) if each.to_file
+        which: os.path.join(directory, f"{_STREAMS[which]}.log")
+        for which, each in ((OUT, out), (ERR, err))
+        if each.to_file
     }
     with contextlib.ExitStack() as opened:
         logs = [
@@ -221,15 +233,16 @@ def start_worker(
         )
     prints = not err.to_pipe and not err.to_file
     path = paths.get(ERR)
-    worker = Worker(rank, local_rank, process, error_file, prints, path if err.to_pipe else None, path)
+    log = path if err.to_pipe else None
+    worker = Worker(rank, local_rank, process, error_file, prints, log, path, replacement=replacement)
     prefix = _prefix(options, rank, local_rank)
     for which, each, pipe in ((OUT, out, process.stdout), (ERR, err, process.stderr)):
         if pipe is not None:
-            log = LogFile(paths[which], console) if each.to_file else None
+            file = LogFile(paths[which], console) if each.to_file else None
             fd = os.dup(pipe.fileno())
             pipe.close()
             stream = OutputPipe(
-                fd, console, which if each.is_shown else None, prefix, log, files.copies.get(which)
+                fd, console, which if each.is_shown else None, prefix, file, files.copies.get(which)
             )
             streams.add(stream)
             if which == ERR:

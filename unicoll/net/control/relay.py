@@ -36,8 +36,9 @@ _WAIT_ERRORS = ("OperationTimeoutError", "RankLostError", "DeadlockError")
 _NOTICE_INTERVAL_S = 60.0
 """Shortest time between two such failures of which a rank outside of the group is notified."""
 
-_CHECK_S = 0.5
-"""Seconds between checks of the ranks that have not connected to a relay that replaces another one."""
+_FIRST_CHECK_S, _CHECK_S = 0.1, 0.5
+"""Seconds until the first check, and between checks, of ranks that have not connected to a relay that replaces
+another one."""
 
 
 class PeerInfo(NamedTuple):
@@ -155,7 +156,7 @@ class Relay(FrameServer):
         super().__init__([host], key, b"control", "unicoll-relay", rank, listener)
         self._takeover = takeover
         self._host_timeout = host_timeout
-        self._check_time = time.monotonic() + _CHECK_S
+        self._check_time = time.monotonic() + _FIRST_CHECK_S
         self._size = size
         self._connected: dict[int, Client] = {}
         self._members: dict[int, _Member] = {}
@@ -305,7 +306,7 @@ class Relay(FrameServer):
         if self._takeover is not None and missing and time.monotonic() >= self._check_time:
             self._check_expected(self._takeover)
         self._announce_departures()
-        waits = [super().wait_seconds(), self._deadlocks.wait_seconds(), _CHECK_S if missing else None]
+        waits = [super().wait_seconds(), self._deadlocks.wait_seconds(), _FIRST_CHECK_S if missing else None]
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def tick(self) -> None:

@@ -1,0 +1,263 @@
+"""The members of a group that replaces one that has lost ranks, agreed on in a store that outlives the lost ranks.
+
+Recoveries are numbered rounds. Each process that takes part stores a record of itself under its launcher's rank in the
+next round. The process whose record completes the round, or with fewer members one whose time has passed, stores the
+list of members, with compare_set: all see one list, and those that are in it form the group. A process that is not in
+the list goes on to the next round. So a process that died after it had stored its record is replaced in the same round
+by the record of the process started in its place, or else the members miss it when they join, and meet in the next
+round. A member that gives up a round, or finds another process in its place, tells the others, who may wait for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
+
+from unicoll.bootstrap.rendezvous import Members
+from unicoll.bootstrap.rendezvous_protocol import StoreLocation
+from unicoll.errors import (
+    DistError,
+    DistStoreError,
+    GroupAbortedError,
+    OperationTimeoutError,
+    StoreTimeoutError,
+)
+from unicoll.net import logs
+from unicoll.net.formatting import ranks_text
+from unicoll.net.stores import PrefixStore, Store
+from unicoll.net.stores.base import seconds_of
+from unicoll.net.stores.signed import SignedStore
+from unicoll.net.timeouts import Timeout, seconds_left
+
+log = logs.logger("job")
+
+_WAIT_S = 0.25
+"""Seconds of one wait for the list of members; then the round's number and the deadline are checked."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that takes part in a round.
+
+    Attributes:
+        rank: the launcher's rank of the process.
+        is_member: True if it was in the group that is replaced, so that its state counts.
+        is_damaged: True if a transfer to it has failed, so that its state is partly overwritten.
+        step: number of steps that its state has.
+        digest: of its state's arrays.
+        exit_key: of the launcher's note on the end of this process.
+        token: distinguishes this process and call from others of its rank.
+    """
+
+    rank: int
+    is_member: bool
+    is_damaged: bool
+    step: int
+    digest: str
+    exit_key: str
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+class Round(NamedTuple):
+    """A round and its members, by rank in the new group.
+
+    Attributes:
+        store: of all rounds.
+    """
+
+    number: int
+    members: list[Member]
+    store: Store
+
+    def apply_to(self, found: Members) -> Members:
+        """Rank, size and the namespace in the store for the rendezvous of the members; ``found`` is the launcher's."""
+        found.location.namespace += f"/recovery/{self.number}"
+        ranks = [member.rank for member in self.members]
+        return replace(
+            found,
+            rank=ranks.index(found.rank),
+            world_size=len(ranks),
+            exit_keys=[member.exit_key for member in self.members],
+        )
+
+    def give_up(self) -> None:
+        """Let the other members know that this process does not join."""
+        with suppress(DistError):
+            self.store.set(f"{self.number}/given-up", "1")
+
+    @contextmanager
+    def watched(self, location: StoreLocation) -> Iterator[None]:
+        """In the block, calls of the location's store raise GroupAbortedError once a member has given up the round."""
+        watching: list[_WatchedStore] = []
+
+        def wrap(store: Store) -> Store:
+            watching.append(_WatchedStore(store, self.store, f"{self.number}/given-up"))
+            return watching[-1]
+
+        location.wrap = wrap
+        yield
+        for store in watching:
+            store.flag = ""
+
+
+class _WatchedStore(PrefixStore):
+    """A view of a store, with the same keys; its calls raise GroupAbortedError once another store has a key."""
+
+    def __init__(self, store: Store, other: Store, flag: str) -> None:
+        super().__init__("", store)
+        self._other = other
+        self.flag = flag
+
+    def _full_key(self, key: str, op: str) -> str:
+        if self.flag and self._other.check([self.flag]):
+            raise GroupAbortedError(
+                "recover: a rank ended, or gave up, while it joined the others", op="recover"
+            )
+        return key
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        deadline = time.monotonic() + seconds_of(self.timeout if timeout is None else timeout)
+        while self.flag and seconds_left(deadline) > _WAIT_S:
+            with suppress(StoreTimeoutError):
+                return super().wait(keys, _WAIT_S)
+        return super().wait(keys, seconds_left(deadline, 0.001))
+
+    def list_keys(self) -> list[str]:
+        return self._store.list_keys()
+
+    def clone(self) -> PrefixStore:
+        raise self._unsupported("clone")
+
+
+def form_round(
+    found: Members, root: Store, own: Member, last: int, deadline: float, min_size: int | None = None
+) -> Round:
+    """Take part in the next round whose members are not known yet; returns once this process is one of them.
+
+    Args:
+        found: rank, size and the location of the store as the launcher gives them.
+        root: the open store.
+        own: this process.
+        last: number of the last round that this process has seen, 0 without one: the store may be a new one.
+        deadline: on the clock of ``time.monotonic``.
+        min_size: from the deadline on this number of members suffices; None: all are needed.
+
+    Raises:
+        OperationTimeoutError: too few processes took part until the deadline; names those that did not.
+        DistStoreError, DistNetworkError: the store cannot be reached, or has other values.
+    """
+    store: Store = PrefixStore(f"{found.location.namespace}/recovery", root)
+    if found.secret.key:
+        assert isinstance(store, PrefixStore)
+        store = SignedStore(store, hmac.digest(found.secret.key, b"recovery", "sha256"))
+    _skip_to(store, last)
+    number = _last_formed(store)
+    if number and (found_list := store.try_get(f"{number}/members")) is not None:
+        _tell_loss(Round(number, _unpacked(found_list), store), own)
+    while True:
+        number = max(number, _last_formed(store)) + 1
+        log.info("recovery round %d: waiting for %d ranks", number, found.world_size)
+        formed = Round(number, _take_part(store, number, own, found.world_size, deadline, min_size), store)
+        if own in formed.members:
+            return formed
+        _tell_loss(formed, own)
+
+
+def _tell_loss(formed: Round, own: Member) -> None:
+    """If another process of this rank is a member of the round, it has ended: the others may wait for it."""
+    if own.rank in [member.rank for member in formed.members]:
+        formed.give_up()
+
+
+def _take_part(
+    store: Store, number: int, own: Member, size: int, deadline: float, min_size: int | None
+) -> list[Member]:
+    """The members of a round; none if later rounds have been formed and this one has not."""
+    list_key = f"{number}/members"
+    own_key = _key(number, own.rank)
+    store.set(own_key, _packed([own]))
+    if store.check([_key(number, rank) for rank in range(size)]):  # true for the last one that arrives
+        members = _form(store, number, size, size)
+    else:
+        members = None
+    while members is None:
+        with suppress(StoreTimeoutError):
+            store.wait([list_key], max(0.001, min(_WAIT_S, deadline - time.monotonic())))
+            return _unpacked(store.get(list_key))
+        if _last_formed(store) >= number:
+            found = store.try_get(list_key)
+            return [] if found is None else _unpacked(found)
+        if time.monotonic() >= deadline:
+            members = _form(store, number, size, size if min_size is None else min_size)
+            if members is None:
+                store.delete_key(own_key)
+                raise _timeout(store, number, own, size, min_size)
+    return members
+
+
+def _form(store: Store, number: int, size: int, least: int) -> list[Member] | None:
+    """The members of a round, from now on unchangeable: those that have taken part, or a list stored before.
+
+    None: there are fewer than ``least``.
+    """
+    records = [store.try_get(_key(number, rank)) for rank in range(size)]
+    members = [_unpacked(record)[0] for record in records if record is not None]
+    if len(members) < least:
+        return None
+    found = store.compare_set(f"{number}/members", "", _packed(members))
+    _skip_to(store, number)
+    return _unpacked(found)
+
+
+def _timeout(
+    store: Store, number: int, own: Member, size: int, min_size: int | None
+) -> OperationTimeoutError:
+    missing = [rank for rank in range(size) if rank != own.rank and not store.check([_key(number, rank)])]
+    least = f"at least {min_size} of " if min_size is not None else ""
+    error = OperationTimeoutError(
+        f"recover: {least}{size} ranks are needed, and {ranks_text(missing)} did not take part in time",
+        op="recover",
+    )
+    error.missing = missing
+    return error
+
+
+def _key(number: int, rank: int) -> str:
+    return f"{number}/rank/{rank}"
+
+
+def _last_formed(store: Store) -> int:
+    """Number of the last round that has been formed."""
+    try:
+        return int(store.try_get("last") or 0)
+    except ValueError as error:
+        raise _foreign_value() from error
+
+
+def _skip_to(store: Store, number: int) -> None:
+    """Let no process wait in round ``number`` or an earlier one."""
+    while (last := _last_formed(store)) < number:
+        store.compare_set("last", str(last) if last else "", str(number))
+
+
+def _packed(members: Sequence[Member]) -> bytes:
+    return json.dumps([asdict(member) for member in members]).encode()
+
+
+def _unpacked(value: bytes) -> list[Member]:
+    try:
+        return [Member(**fields) for fields in json.loads(value)]
+    except (ValueError, TypeError) as error:
+        raise _foreign_value() from error
+
+
+def _foreign_value() -> DistStoreError:
+    return DistStoreError(
+        "recover: the store has a value of another program or version of unicoll", op="recover"
+    )

@@ -1,0 +1,319 @@
+"""recover: a group in place of one that has lost ranks, with the state of a rank that has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from unicoll.api import init, objects, world
+from unicoll.arrays.types import default_pg_timeout
+from unicoll.errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    GroupAbortedError,
+    OperationTimeoutError,
+    RankLostError,
+)
+from unicoll.group import backend_choice
+from unicoll.group.arguments import as_integer
+from unicoll.net import environment, logs
+from unicoll.net.formatting import ranks_text
+from unicoll.net.handshake import NoAnswerError
+from unicoll.net.timeouts import Timeout
+from unicoll.parallel.state import State
+
+if TYPE_CHECKING:
+    from unicoll.backend.contract import Job
+    from unicoll.bootstrap.recovery_rounds import Member, Round
+    from unicoll.bootstrap.rendezvous import Members
+    from unicoll.group.process_group import ProcessGroup
+
+log = logs.logger("job")
+
+_JOIN_S = 30.0
+"""Seconds in which the members of a round join, unless one of them is known to have ended."""
+_LATE_ROUNDS = 3
+"""Rounds that may begin after the deadline, because a member died while it joined."""
+_AGAIN = (RankLostError, GroupAbortedError, OperationTimeoutError, DistNetworkError, DistStoreError)
+"""Errors after which the ranks form another round."""
+
+_replaced: list[Job] = []
+"""Jobs whose default group was replaced, and in which this process has other groups."""
+
+
+def recover(
+    state: MutableMapping[Any, Any] | None = None,
+    *,
+    step: int | None = None,
+    min_size: int | None = None,
+    wait: Timeout = None,
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    pg_options: Any = None,
+    device_id: Any = None,
+) -> ProcessGroup:
+    """Join the other ranks, at the start and after one was lost; returns the default group, with equal state on all.
+
+    Every process calls it at its start, in place of :func:`init_process_group`, and after an error of the default
+    group, such as RankLostError. It returns when all ranks have called it: those that were in the group, and the
+    processes that the launcher (``unirun --replace``) has started in place of those that ended. Then each has the rank
+    that the launcher gave it::
+
+        state = {"step": 0, "weights": weights}
+        group = unicoll.recover(state)
+        while state["step"] < steps:
+            try:
+                gradients = step_of(state)
+                group.all_reduce(gradients)
+            except (unicoll.RankLostError, unicoll.GroupAbortedError):
+                group = unicoll.recover(state)
+                continue
+            state["weights"] -= rate * gradients
+            state["step"] += 1
+
+    All ranks should have the same ``state``. A new process gets that of a rank which was in the group. Where those
+    differ in the number of steps, because the last step ended on some ranks only, all get the newest. So change the
+    state after the last collective of a step. Each received array is compared with its SHA-256 digest.
+
+    The replaced default group is destroyed, as are the other groups with a rank that was lost; calls in them raise. The
+    other groups, and the ranks' processes, stay as they are. If another rank dies meanwhile, the ranks meet again.
+
+    Args:
+        state: a dict of arrays, plain values, and dicts, lists and tuples of these; changed in place. Arrays of the
+            same dtype and shape are overwritten, others are replaced.
+        step: number of steps that ``state`` has; None takes ``state["step"]``, or 0 without it.
+        min_size: with fewer ranks than the launcher started, but at least this number, the group is made of those
+            that have come when ``wait`` is over. Their ranks are consecutive, in the order of the launcher's. None: all
+            are needed.
+        wait: how long to wait for all ranks, timedelta or seconds; None is 5 minutes.
+        backend, init_method, timeout, world_size, rank, store, pg_options, device_id: as for
+            :func:`init_process_group`, and equal on all ranks, also on new ones. The store must outlive the lost rank,
+            or be found again by the process in its place: the launcher's, a given one, or rank 0's at a fixed port.
+
+    Raises:
+        OperationTimeoutError: not all ranks, or less than ``min_size``, came in time; names the missing.
+        DistError: ranks that were in the group have different states with the same number of steps; or no rank has a
+            complete state any more.
+        DistArgumentError, DistTypeError: an argument is wrong; or this job's store ended with the lost rank.
+        BackendUnavailableError, AuthenticationError, DistStoreError, DistNetworkError: as for
+            :func:`init_process_group`.
+    """
+    from unicoll.bootstrap import join, rendezvous
+
+    own_state = State({} if state is None else state)
+    if step is None:
+        step = (state or {}).get("step", 0)
+    step = as_integer("recover: step", step)
+    if min_size is not None and as_integer("recover: min_size", min_size) < 1:
+        raise DistArgumentError(f"recover: min_size must be 1 or more, not {min_size}")
+    operations_s = world.seconds(timeout, default_pg_timeout.total_seconds())
+    old = world.current("recover") if world.is_initialized() else None
+    join.apply_environment()
+
+    def find_members() -> Members:
+        return rendezvous.find_members(init_method, rank, world_size, store)
+
+    recovery = _Recovery(find_members, own_state, step, old is not None)
+    if find_members().location.found_again and not _is_fake(backend, old):
+        if old is not None:
+            _end_default_group(old)
+        recovery.set_group(backend, operations_s, pg_options, device_id)
+        job = recovery.run(world.seconds(wait, init.RENDEZVOUS_S), min_size)
+    elif old is None:
+        job = init.join_with_group(
+            "recover", backend, init_method, timeout, world_size, rank, store, pg_options, device_id
+        )
+        recovery.share(job)
+    else:
+        raise DistArgumentError(
+            "recover: the store of this job does not outlive its ranks: start it by `unirun --replace`, or pass store="
+            " or init_method='tcp://host:port'; shrink_group makes a group of the remaining ranks"
+        )
+    _replace_default_group(old, job)
+    return job.default  # type: ignore[no-any-return]
+
+
+class _Recovery:
+    """The rounds of one call of :func:`recover`.
+
+    Args:
+        find_members: rank, world size and a new location of the store.
+        state, step: of this process.
+        is_member: True if this process was in the group that is replaced.
+    """
+
+    last_round = 0
+    """Number of the last round that this process was in."""
+
+    def __init__(self, find_members: Callable[[], Members], state: State, step: int, is_member: bool) -> None:
+        self._find_members = find_members
+        self._state = state
+        self._step = step
+        self._is_member = is_member
+        self._is_damaged = False
+
+    def set_group(self, backend: str | None, timeout: float, pg_options: Any, device_id: Any) -> None:
+        """The arguments of :func:`init_process_group` for the group."""
+        self._backend, self._timeout = backend, timeout
+        self._options = pg_options, device_id
+
+    def run(self, wait: float, min_size: int | None) -> Job:
+        """Form rounds until the members of one have joined and have the same state."""
+        from unicoll.bootstrap.recovery_rounds import form_round
+
+        deadline = time.monotonic() + wait
+        late = 0
+        while True:
+            formed = None
+            found = self._find_members()
+            try:
+                root = found.location.open(found.rank, found.world_size, deadline)
+                end = max(deadline, time.monotonic() + _JOIN_S) if late else deadline
+                formed = form_round(found, root, self._record(found.rank), self.last_round, end, min_size)
+                _Recovery.last_round = formed.number
+                senders = _senders(formed.members)
+                job = self._join(formed)
+                self._transfer(job, formed.members, senders)
+                return job
+            except _AGAIN as error:
+                late += time.monotonic() > deadline
+                too_few = formed is None and isinstance(error, OperationTimeoutError)
+                refused = isinstance(error, AuthenticationError) and not isinstance(error, NoAnswerError)
+                if too_few or refused or late > _LATE_ROUNDS:
+                    raise
+                if formed is not None:
+                    formed.give_up()
+                log.info("recovery: the ranks meet again: %s", error)
+            finally:
+                found.location.close(linger=True)
+
+    def share(self, job: Job) -> None:
+        """Give all ranks of a job the same state; on an error the job is left."""
+        from unicoll.bootstrap import join
+        from unicoll.bootstrap.recovery_rounds import Member
+
+        try:
+            members: list[Any] = [None] * job.size
+            objects.all_gather_object(members, asdict(self._record(job.rank)), job.default)
+            members = [Member(**fields) for fields in members]
+            senders = _senders(members)
+        except BaseException as error:
+            join.leave(job, error)
+            job.error = None
+            raise
+        self._transfer(job, members, senders)
+
+    def _record(self, rank: int) -> Member:
+        from unicoll.bootstrap.recovery_rounds import Member
+
+        number = environment.number("UNICOLL_REPLACEMENT")
+        exit_key = f"launcher/exit/{rank}" + (f"/{number}" if number else "")
+        return Member(rank, self._is_member, self._is_damaged, self._step, self._state.digest(), exit_key)
+
+    def _join(self, formed: Round) -> Job:
+        """Join the job of a round."""
+        from unicoll.bootstrap import join, rendezvous
+
+        members = formed.apply_to(self._find_members())
+        with formed.watched(members.location):
+            met = rendezvous.meet(members, _JOIN_S)
+            if not members.given_store:
+                met.store.set_timeout(timedelta(seconds=init.RENDEZVOUS_S))
+            logs.set_rank(met.rank)
+            job = join.join_job(met, self._backend, self._timeout, _JOIN_S)
+            init.make_default_group(job, _JOIN_S, *self._options)
+        return job
+
+    def _transfer(self, job: Job, members: Sequence[Member], senders: Mapping[int, int]) -> None:
+        """Send or receive the state; on an error the job is left."""
+        from unicoll.bootstrap import join
+
+        try:
+            if job.rank in senders:
+                self._is_damaged = True
+                self._state.receive(job.default, senders[job.rank])
+                self._step = members[senders[job.rank]].step
+                self._is_damaged = False
+            for receiver, sender in senders.items():
+                if sender == job.rank:
+                    self._state.send(job.default, receiver)
+            self._is_member = True
+        except BaseException as error:
+            join.leave(job, error)
+            job.error = None
+            raise
+
+
+def _senders(members: Sequence[Member]) -> dict[int, int]:
+    """By rank that needs the state: the rank that sends it."""
+    complete = [rank for rank, member in enumerate(members) if not member.is_damaged]
+    old = [rank for rank in complete if members[rank].is_member]
+    if not complete:
+        raise DistError(
+            "recover: no rank has a complete state: the last one died while it sent its own", op="recover"
+        )
+    newest = max(members[rank].step for rank in old or complete)
+    having = [rank for rank in old or complete if members[rank].step == newest]
+    same = [rank for rank in having if members[rank].digest == members[having[0]].digest]
+    if old and same != having:
+        others = ranks_text(rank for rank in having if rank not in same)
+        raise DistError(
+            f"recover: the states of {ranks_text(same)} and {others} differ after {newest} steps: all ranks need the"
+            " same arrays in their state, changed only after the last collective of a step, and the number of steps",
+            op="recover",
+        )
+    receivers = [rank for rank in range(len(members)) if rank not in same]
+    return {rank: same[i % len(same)] for i, rank in enumerate(receivers)}
+
+
+def _is_fake(backend: str | None, old: Job | None) -> bool:
+    if old is not None:
+        return old.fake
+    return backend is not None and backend_choice.is_fake(backend_choice.choose(backend))
+
+
+# --- the replaced group ---------------------------------------------------------------------------------------------
+
+
+def _end_default_group(job: Job) -> None:
+    """Destroy the default group; calls of other ranks in it, which may not know of a loss yet, raise."""
+    group, control = job.default, job.control
+    if group not in job.groups:  # an earlier call has destroyed it
+        return
+    if control is not None and control.group_failure(group.name) is None:
+        died = [rank for rank in control.died if rank in group.ranks]
+        reason = f"rank {job.rank} calls recover()"
+        group.abort(f"{control.departed[died[0]]}; {reason}" if died else reason)
+    job.groups.remove(group)
+    group.close()
+
+
+def _replace_default_group(old: Job | None, new: Job) -> None:
+    """Make the group of a new job the default group, and leave the jobs in which this process has no group any more."""
+    from unicoll.bootstrap import join
+    from unicoll.group.call_hooks import add_to_job
+
+    for hook in old.hooks if old is not None else ():
+        add_to_job(new, hook)
+    init.enter(new, init.follow_profiler)
+    _replaced.extend([old] if old is not None else [])
+    for job in [*_replaced]:
+        for group in [*job.groups]:
+            if job.control is not None and (
+                job.control.group_failure(group.name) or job.control.departed.keys() & {*group.ranks}
+            ):
+                job.groups.remove(group)
+                group.close()
+        if not job.groups:
+            _replaced.remove(job)
+            join.leave(job)
