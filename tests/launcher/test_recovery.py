@@ -55,13 +55,13 @@ TRAIN = """
         state["step"] += 1
         state["seen"].append(state["step"])
     assert state["weights"][0] is weights
-    if other is not None:
+    if other is not None and not patch:
         one = np.ones(1)
         dist.all_reduce(one, group=other)
         assert one == len(left), one
         dist.destroy_process_group(other)
     digest = dist.parallel.parameters_digest([weights, state["moments"][7], state["sizes"][1]])
-    print(json.dumps([rank, number, losses, digest, state["seen"], group.size(), dist.get_pg_count()]))
+    print(json.dumps([rank, number, losses, digest, state["seen"], group.size(), dist.get_pg_count()]), flush=True)
     dist.destroy_process_group()
     """
 
@@ -181,6 +181,26 @@ def test_a_worker_that_always_fails_ends_the_job(folder: LaunchFolder) -> None:
     done = folder.launch("--replace", "work.py")
     assert done.returncode == 1
     assert done.stderr.count("starting a replacement") == 10
+
+
+def test_no_replacement_once_a_worker_has_ended(folder: LaunchFolder) -> None:
+    """The others would not recover with it."""
+    folder.script(
+        """
+        import os, sys
+        from pathlib import Path
+        if os.environ["RANK"] == "1":
+            Path("pid").write_text(str(os.getpid()))
+            os.rename("pid", "pid.1")
+            sys.exit()
+        while not os.path.exists("pid.1") or ") Z" not in Path(f"/proc/{Path('pid.1').read_text()}/stat").read_text():
+            pass
+        sys.exit(4)
+        """
+    )
+    done = folder.launch("-n", "2", "--replace", "work.py")
+    assert done.returncode == 4
+    assert "replacement" not in done.stderr
 
 
 def test_a_replacement_that_does_not_recover(folder: LaunchFolder) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_all_ranks_form_rounds_one_after_another() -> None:
     store = HashStore()
     own = [member(rank) for rank in range(3)]
     for number in (1, 2):
-        threads = [Thread(lambda each=each: form(store, each, 3, number - 1)) for each in own]
+        threads = [Thread(partial(form, store, each, 3, number - 1)) for each in own]
         for thread in threads:
             assert thread.result()[:2] == (number, own)
 
@@ -115,7 +116,7 @@ def test_fewer_members() -> None:
     assert (found.rank, found.world_size) == (1, 2)
     late = Thread(lambda: form(store, own[2], 4))  # it waits for the next round
     waits(store, "2/rank/2")
-    others = [Thread(lambda rank=rank: form(store, own[rank], 4, 1)) for rank in (0, 1, 3)]
+    others = [Thread(partial(form, store, own[rank], 4, 1)) for rank in (0, 1, 3)]
     assert {thread.result().number for thread in [late, *others]} == {2}
 
 

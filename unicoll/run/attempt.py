@@ -160,10 +160,9 @@ class Attempt:
         while any(worker.status is None for worker in self._workers) or self._waits_for_nodes():
             self._poll(self._poll_timeout())
             self._handle_signals()
-            for worker in self._workers:
-                if worker.status is None and worker.poll():
-                    worker.ended = time.time()
-                    self._record_end(worker)
+            for worker in [worker for worker in self._workers if worker.status is None and worker.poll()]:
+                worker.ended = time.time()
+                self._record_end(worker)
             self._check_hanging_failures()
             self._check_nodes()
             self._show_status()
@@ -244,9 +243,11 @@ class Attempt:
         self._schedule_stop()
 
     def _may_replace(self) -> bool:
-        """True if a worker that fails now is replaced, and the others go on."""
+        """True if a worker that fails now is replaced, and the others go on: none has ended, as all have to recover."""
         stops = self.failed or self._failed_elsewhere or self._pending_signals or self._kill_time is not None
-        return self._options.replaces and not stops and self._replacements < self._options.max_restarts
+        ended = any(worker.status == 0 for worker in self._workers)
+        left = self._replacements < self._options.max_restarts
+        return self._options.replaces and left and not stops and not ended
 
     def _replace(self, worker: Worker) -> None:
         """Start a process in place of one that has ended; it joins the others by unicoll.recover()."""
