@@ -146,7 +146,7 @@ STEPS = """
             state["x"][:] = rank
             state["step"] = STEP
         dist.recover(state)
-        print([state["step"], state["x"][0]], flush=True)
+        print([state["step"], float(state["x"][0])], flush=True)
     except dist.DistError as error:
         print([str(error)], flush=True)
     """
