@@ -184,22 +184,29 @@ def test_a_worker_that_always_fails_ends_the_job(folder: LaunchFolder) -> None:
 
 
 def test_no_replacement_once_a_worker_has_ended(folder: LaunchFolder) -> None:
-    """The others would not recover with it."""
+    """The others would wait for that worker."""
     folder.script(
         """
         import os, sys
         from pathlib import Path
+        import unicoll as dist
+
         if os.environ["RANK"] == "1":
             Path("pid").write_text(str(os.getpid()))
             os.rename("pid", "pid.1")
             sys.exit()
         while not os.path.exists("pid.1") or ") Z" not in Path(f"/proc/{Path('pid.1').read_text()}/stat").read_text():
             pass
-        sys.exit(4)
+        try:
+            dist.recover({})
+        except dist.RankLostError as error:
+            print(error, error.rank)
+            sys.exit(4)
         """
     )
     done = folder.launch("-n", "2", "--replace", "work.py")
     assert done.returncode == 4
+    assert done.stdout == "[default0]:recover: rank 1 has ended its program 1\n"
     assert "replacement" not in done.stderr
 
 

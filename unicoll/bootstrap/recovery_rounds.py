@@ -26,6 +26,7 @@ from unicoll.errors import (
     DistStoreError,
     GroupAbortedError,
     OperationTimeoutError,
+    RankLostError,
     StoreTimeoutError,
 )
 from unicoll.net import logs
@@ -37,6 +38,8 @@ from unicoll.net.timeouts import Timeout, seconds_left
 
 log = logs.logger("job")
 
+ENDED_KEY = "launcher/ended"
+"""Key in the launcher's store: a rank whose program has ended without an error."""
 _WAIT_S = 0.25
 """Seconds of one wait for the list of members; then the round's number and the deadline are checked."""
 
@@ -150,6 +153,7 @@ def form_round(
 
     Raises:
         OperationTimeoutError: too few processes took part until the deadline; names those that did not.
+        RankLostError: a rank will not take part: its program has ended without an error.
         DistStoreError, DistNetworkError: the store cannot be reached, or has other values.
     """
     store: Store = PrefixStore(f"{found.location.namespace}/recovery", root)
@@ -163,7 +167,8 @@ def form_round(
     while True:
         number = max(number, _last_formed(store)) + 1
         log.info("recovery round %d: waiting for %d ranks", number, found.world_size)
-        formed = Round(number, _take_part(store, number, own, found.world_size, deadline, min_size), store)
+        members = _take_part(store, number, own, found.world_size, deadline, min_size, root)
+        formed = Round(number, members, store)
         if own in formed.members:
             return formed
         _tell_loss(formed, own)
@@ -176,7 +181,7 @@ def _tell_loss(formed: Round, own: Member) -> None:
 
 
 def _take_part(
-    store: Store, number: int, own: Member, size: int, deadline: float, min_size: int | None
+    store: Store, number: int, own: Member, size: int, deadline: float, min_size: int | None, root: Store
 ) -> list[Member]:
     """The members of a round; none if later rounds have been formed and this one has not."""
     list_key = f"{number}/members"
@@ -193,6 +198,9 @@ def _take_part(
         if _last_formed(store) >= number:
             found = store.try_get(list_key)
             return [] if found is None else _unpacked(found)
+        if min_size is None and root.check([ENDED_KEY]):
+            rank = int(root.get(ENDED_KEY))
+            raise RankLostError(f"recover: rank {rank} has ended its program", rank=rank, op="recover")
         if time.monotonic() >= deadline:
             members = _form(store, number, size, size if min_size is None else min_size)
             if members is None:

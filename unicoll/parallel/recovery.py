@@ -102,6 +102,7 @@ def recover(
 
     Raises:
         OperationTimeoutError: not all ranks, or less than ``min_size``, came in time; names the missing.
+        RankLostError: a rank has ended its program without an error, and will not come.
         DistError: ranks that were in the group have different states with the same number of steps; or no rank has a
             complete state any more.
         DistArgumentError, DistTypeError: an argument is wrong; or this job's store ended with the lost rank.
@@ -187,7 +188,7 @@ class _Recovery:
                 return job
             except _AGAIN as error:
                 late += time.monotonic() > deadline
-                too_few = formed is None and isinstance(error, OperationTimeoutError)
+                too_few = formed is None and isinstance(error, (OperationTimeoutError, RankLostError))
                 refused = isinstance(error, AuthenticationError) and not isinstance(error, NoAnswerError)
                 if too_few or refused or late > _LATE_ROUNDS:
                     raise
@@ -247,6 +248,7 @@ class _Recovery:
             for receiver, sender in senders.items():
                 if sender == job.rank:
                     self._state.send(job.default, receiver)
+            job.default.barrier()  # else a rank could end its program while others still need it
             self._is_member = True
         except BaseException as error:
             join.leave(job, error)

@@ -19,7 +19,7 @@ from unicoll.net.signal_handlers import is_caught
 from unicoll.run.args import LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
 from unicoll.run.failure import Failure, last_stderr_lines, report, root_cause, summary
-from unicoll.run.job import exit_key, job_variable
+from unicoll.run.job import ENDED_KEY, exit_key, job_variable
 from unicoll.run.nodes import Cause, NodeEnd, Nodes, Placement
 from unicoll.run.output import Console, OutputPipe, OutputPipes
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
@@ -225,6 +225,8 @@ class Attempt:
         record = self._read_record(worker)
         if worker.status == 0:
             worker.stopped = self._stopping_since is not None  # its handler of SIGTERM may end it so
+            if self._options.replaces:
+                self._store(ENDED_KEY, str(worker.rank))
             return
         if self._stopping_since is not None:
             if record is None or record.time > self._stopping_since:
@@ -265,15 +267,18 @@ class Attempt:
 
     def _publish_end(self, worker: Worker) -> None:
         """Store how a rank ended, for the errors of the ranks that report it as lost."""
-        if self._failed_elsewhere or self._store_failed:  # each request may last for seconds
-            return
         cause = worker.failure.message if worker.failure is not None else ""
         note = {"pid": worker.pid, "status": worker.status, "cause": cause}
+        self._store(exit_key(worker.rank, worker.replacement), json.dumps(note))
+
+    def _store(self, key: str, value: str) -> None:
+        if self._failed_elsewhere or self._store_failed:  # each request may last for seconds
+            return
         try:
-            self._place.store.set(exit_key(worker.rank, worker.replacement), json.dumps(note))
+            self._place.store.set(key, value)
         except DistError as error:
             self._store_failed = True
-            log.debug("the store did not accept the end of rank %d: %s", worker.rank, error)
+            log.debug("the store did not accept %s: %s", key, error)
 
     def _check_hanging_failures(self) -> None:
         """A worker whose program has failed but whose process does not end is a failure too."""

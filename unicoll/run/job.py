@@ -14,6 +14,8 @@ from unicoll.run.process_cleanup import JOB_VARIABLE
 
 if TYPE_CHECKING:
     from unicoll.net.stores import TCPStore
+ENDED_KEY = "launcher/ended"
+"""Key in the job's store for a rank whose program has ended without an error, with ``--replace``."""
 
 
 def exit_key(rank: int, replacement: int = 0) -> str:
