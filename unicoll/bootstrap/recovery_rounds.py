@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from unicoll.bootstrap.rendezvous import Members
@@ -31,6 +32,7 @@ from unicoll.errors import (
 )
 from unicoll.net import logs
 from unicoll.net.formatting import ranks_text
+from unicoll.net.join_warnings import warn_while_waiting
 from unicoll.net.stores import PrefixStore, Store
 from unicoll.net.stores.base import seconds_of
 from unicoll.net.stores.signed import SignedStore
@@ -167,7 +169,8 @@ def form_round(
     while True:
         number = max(number, _last_formed(store)) + 1
         log.info("recovery round %d: waiting for %d ranks", number, found.world_size)
-        members = _take_part(store, number, own, found.world_size, deadline, min_size, root)
+        with warn_while_waiting("", partial(_describe_wait, store, number, found.world_size), _say):
+            members = _take_part(store, number, own, found.world_size, deadline, min_size, root)
         formed = Round(number, members, store)
         if own in formed.members:
             return formed
@@ -226,7 +229,7 @@ def _form(store: Store, number: int, size: int, least: int) -> list[Member] | No
 def _timeout(
     store: Store, number: int, own: Member, size: int, min_size: int | None
 ) -> OperationTimeoutError:
-    missing = [rank for rank in range(size) if rank != own.rank and not store.check([_key(number, rank)])]
+    missing = [rank for rank in _missing(store, number, size) if rank != own.rank]
     least = f"at least {min_size} of " if min_size is not None else ""
     error = OperationTimeoutError(
         f"recover: {least}{size} ranks are needed, and {ranks_text(missing)} did not take part in time",
@@ -234,6 +237,21 @@ def _timeout(
     )
     error.missing = missing
     return error
+
+
+def _missing(store: Store, number: int, size: int) -> list[int]:
+    return [rank for rank in range(size) if not store.check([_key(number, rank)])]
+
+
+def _describe_wait(store: Store, number: int, size: int) -> str:
+    with suppress(DistError):
+        if missing := _missing(store, number, size):
+            return ranks_text(missing)
+    return ""
+
+
+def _say(text: str) -> None:
+    log.warning("recover %s", text)
 
 
 def _key(number: int, rank: int) -> str:

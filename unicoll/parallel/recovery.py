@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict
@@ -119,6 +120,11 @@ def recover(
         raise DistArgumentError(f"recover: min_size must be 1 or more, not {min_size}")
     operations_s = world.seconds(timeout, default_pg_timeout.total_seconds())
     old = world.current("recover") if world.is_initialized() else None
+    if old is not None and _is_of_torch(old.default):
+        raise DistArgumentError(
+            "recover: torch.distributed.init_process_group has made the default group: call its destroy_process_group"
+            " first, and recover() in place of both"
+        )
     join.apply_environment()
 
     def find_members() -> Members:
@@ -155,13 +161,14 @@ class _Recovery:
 
     last_round = 0
     """Number of the last round that this process was in."""
+    is_damaged = False
+    """True from the beginning of a transfer to this process until it has ended."""
 
     def __init__(self, find_members: Callable[[], Members], state: State, step: int, is_member: bool) -> None:
         self._find_members = find_members
         self._state = state
         self._step = step
         self._is_member = is_member
-        self._is_damaged = False
 
     def set_group(self, backend: str | None, timeout: float, pg_options: Any, device_id: Any) -> None:
         """The arguments of :func:`init_process_group` for the group."""
@@ -219,7 +226,7 @@ class _Recovery:
 
         number = environment.number("UNICOLL_REPLACEMENT")
         exit_key = f"launcher/exit/{rank}" + (f"/{number}" if number else "")
-        return Member(rank, self._is_member, self._is_damaged, self._step, self._state.digest(), exit_key)
+        return Member(rank, self._is_member, self.is_damaged, self._step, self._state.digest(), exit_key)
 
     def _join(self, formed: Round) -> Job:
         """Join the job of a round."""
@@ -241,10 +248,10 @@ class _Recovery:
 
         try:
             if job.rank in senders:
-                self._is_damaged = True
+                _Recovery.is_damaged = True
                 self._state.receive(job.default, senders[job.rank])
                 self._step = members[senders[job.rank]].step
-                self._is_damaged = False
+                _Recovery.is_damaged = False
             for receiver, sender in senders.items():
                 if sender == job.rank:
                     self._state.send(job.default, receiver)
@@ -276,6 +283,12 @@ def _senders(members: Sequence[Member]) -> dict[int, int]:
         )
     receivers = [rank for rank in range(len(members)) if rank not in same]
     return {rank: same[i % len(same)] for i, rank in enumerate(receivers)}
+
+
+def _is_of_torch(group: ProcessGroup) -> bool:
+    """True if it is torch's default group."""
+    torch = sys.modules.get("torch.distributed")
+    return torch is not None and group.wrapper is not None and group.wrapper is torch.group.WORLD
 
 
 def _is_fake(backend: str | None, old: Job | None) -> bool:
