@@ -49,7 +49,7 @@ def test_collectives(run: Run, collective: Callable[[bool], None], async_op: boo
 
 
 @pytest.mark.parametrize(
-    "job", [jobs.messages, jobs.objects, jobs.groups, jobs.futures, jobs.flight_recorder]
+    "job", [jobs.messages, jobs.objects, jobs.groups, jobs.futures, jobs.flight_recorder, jobs.recovery]
 )
 def test_other_operations(run: Run, job: Callable[[], None]) -> None:
     run(job)

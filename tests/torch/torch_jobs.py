@@ -397,6 +397,17 @@ def groups() -> None:
     everyone.shutdown()
 
 
+def recovery() -> None:
+    """The default group is torch's."""
+    try:
+        unicoll.recover({})
+    except unicoll.DistArgumentError as error:
+        assert "torch.distributed.init_process_group has made the default group" in str(error)
+    else:
+        raise AssertionError("not refused")
+    dist.barrier()
+
+
 def flight_recorder() -> None:
     """torch's flight recorder is not attached to unicoll groups, and still records others."""
     world: Any = dist.group.WORLD
