@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -399,12 +400,10 @@ def groups() -> None:
 
 def recovery() -> None:
     """The default group is torch's."""
-    try:
+    with pytest.raises(
+        unicoll.DistArgumentError, match="torch.distributed.init_process_group has made the default"
+    ):
         unicoll.recover({})
-    except unicoll.DistArgumentError as error:
-        assert "torch.distributed.init_process_group has made the default group" in str(error)
-    else:
-        raise AssertionError("not refused")
     dist.barrier()
 
 
