@@ -210,6 +210,24 @@ def test_no_replacement_once_a_worker_has_ended(folder: LaunchFolder) -> None:
     assert "replacement" not in done.stderr
 
 
+def test_a_failed_worker_that_does_not_end_is_replaced(folder: LaunchFolder) -> None:
+    folder.script(
+        """
+        import os, threading, time
+        print(os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            raise KeyError("the first")
+        """
+    )
+    done = folder.launch("-n", "2", "--replace", "--grace=0.1", "work.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[default{rank}]:{count}" for rank in (0, 1) for count in (0, 1)
+    ]
+    assert done.stderr.count("KeyError: 'the first'; starting a replacement") == 2
+
+
 def test_a_replacement_that_does_not_recover(folder: LaunchFolder) -> None:
     folder.script("import os\nimport unicoll\nif 'UNICOLL_REPLACEMENT' not in os.environ:\n    exit(1)\n")
     with open(folder.path / "work.py", "a") as file:

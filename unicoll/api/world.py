@@ -34,10 +34,8 @@ _job: Job | None = None
 """The job of the default group, from ``init_process_group`` to ``destroy_process_group``."""
 _pid = 0
 """Of the process that is in the job; in a forked child, until it joins a job itself, of the parent that was in one."""
-
-
-_recovers = True
-"""False once this process has had a default group."""
+_had_group = False
+"""True once this process has had a default group."""
 
 
 class _GroupMeta(type):
@@ -83,10 +81,10 @@ def enter(job: Job) -> None:
 
     It may replace that of another job, which this process is still in.
     """
-    global _job, _pid, _recovers
+    global _job, _pid, _had_group
     if _job is not None:
         _job.leaving = None
-    _recovers = False
+    _had_group = True
     job.function_view = job.default._function_view
     job.leaving = _forget
     _job, _pid = job, os.getpid()
@@ -109,7 +107,7 @@ def leave(error: BaseException | None = None) -> None:
 
 def replaces_lost_rank() -> bool:
     """True if the launcher has started this process in place of one that has ended, and it has had no group yet."""
-    return _recovers and environment.number("UNICOLL_REPLACEMENT") > 0
+    return not _had_group and environment.number("UNICOLL_REPLACEMENT") > 0
 
 
 def seconds(timeout: Timeout, default: float) -> float:

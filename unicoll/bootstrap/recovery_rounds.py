@@ -1,11 +1,11 @@
 """The members of a group that replaces one that has lost ranks, agreed on in a store that outlives the lost ranks.
 
 Recoveries are numbered rounds. Each process that takes part stores a record of itself under its launcher's rank in the
-next round. The process whose record completes the round, or with fewer members one whose time has passed, stores the
-list of members, with compare_set: all see one list, and those that are in it form the group. A process that is not in
-the list goes on to the next round. So a process that died after it had stored its record is replaced in the same round
-by the record of the process started in its place, or else the members miss it when they join, and meet in the next
-round. A member that gives up a round, or finds another process in its place, tells the others, who may wait for it.
+next round. The process whose record completes the round, or with fewer members one whose deadline has passed, stores
+the list of members, with compare_set: all see one list, and those that are in it form the group. A process that is not
+in the list goes on to the next round. So a process that died after it had stored its record is replaced in the same
+round by the record of the process started in its place, or else the members miss it when they join, and meet in the
+next round. A member that gives up a round, and a process whose rank has another process in the list, announce it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.net import logs
+from unicoll.net.control.departures import ENDED_KEY
 from unicoll.net.formatting import ranks_text
 from unicoll.net.join_warnings import warn_while_waiting
 from unicoll.net.stores import PrefixStore, Store
@@ -40,8 +41,6 @@ from unicoll.net.timeouts import Timeout, seconds_left
 
 log = logs.logger("job")
 
-ENDED_KEY = "launcher/ended"
-"""Key in the launcher's store: a rank whose program has ended without an error."""
 _WAIT_S = 0.25
 """Seconds of one wait for the list of members; then the round's number and the deadline are checked."""
 
@@ -92,7 +91,7 @@ class Round(NamedTuple):
         )
 
     def give_up(self) -> None:
-        """Let the other members know that this process does not join."""
+        """Announce to the other members that not all will join."""
         with suppress(DistError):
             self.store.set(f"{self.number}/given-up", "1")
 
@@ -165,7 +164,7 @@ def form_round(
     _skip_to(store, last)
     number = _last_formed(store)
     if number and (found_list := store.try_get(f"{number}/members")) is not None:
-        _tell_loss(Round(number, _unpacked(found_list), store), own)
+        _announce_loss(Round(number, _unpacked(found_list), store), own)
     while True:
         number = max(number, _last_formed(store)) + 1
         log.info("recovery round %d: waiting for %d ranks", number, found.world_size)
@@ -174,11 +173,11 @@ def form_round(
         formed = Round(number, members, store)
         if own in formed.members:
             return formed
-        _tell_loss(formed, own)
+        _announce_loss(formed, own)
 
 
-def _tell_loss(formed: Round, own: Member) -> None:
-    """If another process of this rank is a member of the round, it has ended: the others may wait for it."""
+def _announce_loss(formed: Round, own: Member) -> None:
+    """If another process of this rank is a member of the round, announce that it has ended: the others may wait."""
     if own.rank in [member.rank for member in formed.members]:
         formed.give_up()
 
@@ -267,7 +266,7 @@ def _last_formed(store: Store) -> int:
 
 
 def _skip_to(store: Store, number: int) -> None:
-    """Let no process wait in round ``number`` or an earlier one."""
+    """Mark the rounds up to ``number`` as formed: no process waits in them."""
     while (last := _last_formed(store)) < number:
         store.compare_set("last", str(last) if last else "", str(number))
 

@@ -24,6 +24,7 @@ from unicoll.bootstrap.store_locations import (
 )
 from unicoll.errors import DistArgumentError
 from unicoll.net import environment, interfaces, logs
+from unicoll.net.control.departures import exit_key
 from unicoll.net.join_warnings import warn_while_waiting
 from unicoll.net.secret import Secret, find_secret
 from unicoll.net.stores import PrefixStore, Store
@@ -195,7 +196,7 @@ def find_members(
         launched = None
     secret = secret or find_secret(environ)
     location = _location(url, rank, world_size, store, launched, secret, environ, mpi_store, spare_store)
-    exit_keys = [f"launcher/exit/{each}" for each in range(world_size)]
+    exit_keys = [*map(exit_key, range(world_size))]
     return Members(rank, world_size, launched, secret, location, notes, store is not None, exit_keys)
 
 

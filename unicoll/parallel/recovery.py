@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unicoll.api import init, objects, world
 from unicoll.arrays.types import default_pg_timeout
@@ -24,6 +24,7 @@ from unicoll.errors import (
 from unicoll.group import backend_choice
 from unicoll.group.arguments import as_integer
 from unicoll.net import environment, logs
+from unicoll.net.control.departures import exit_key
 from unicoll.net.formatting import ranks_text
 from unicoll.net.handshake import NoAnswerError
 from unicoll.net.timeouts import Timeout
@@ -41,7 +42,7 @@ _JOIN_S = 30.0
 """Seconds in which the members of a round join, unless one of them is known to have ended."""
 _LATE_ROUNDS = 3
 """Rounds that may begin after the deadline, because a member died while it joined."""
-_AGAIN = (RankLostError, GroupAbortedError, OperationTimeoutError, DistNetworkError, DistStoreError)
+_AGAIN = (DistNetworkError, DistStoreError, GroupAbortedError, OperationTimeoutError)
 """Errors after which the ranks form another round."""
 
 _replaced: list[Job] = []
@@ -130,11 +131,11 @@ def recover(
     def find_members() -> Members:
         return rendezvous.find_members(init_method, rank, world_size, store)
 
-    recovery = _Recovery(find_members, own_state, step, old is not None)
+    settings = _GroupSettings(backend, operations_s, pg_options, device_id)
+    recovery = _Recovery(find_members, settings, own_state, step, old is not None)
     if find_members().location.found_again and not _is_fake(backend, old):
         if old is not None:
             _end_default_group(old)
-        recovery.set_group(backend, operations_s, pg_options, device_id)
         job = recovery.run(world.seconds(wait, init.RENDEZVOUS_S), min_size)
     elif old is None:
         job = init.join_with_group(
@@ -150,11 +151,21 @@ def recover(
     return job.default  # type: ignore[no-any-return]
 
 
+class _GroupSettings(NamedTuple):
+    """The arguments of :func:`init_process_group` for the group."""
+
+    backend: str | None
+    timeout: float
+    pg_options: Any
+    device_id: Any
+
+
 class _Recovery:
     """The rounds of one call of :func:`recover`.
 
     Args:
         find_members: rank, world size and a new location of the store.
+        settings: of the new group.
         state, step: of this process.
         is_member: True if this process was in the group that is replaced.
     """
@@ -164,16 +175,19 @@ class _Recovery:
     is_damaged = False
     """True from the beginning of a transfer to this process until it has ended."""
 
-    def __init__(self, find_members: Callable[[], Members], state: State, step: int, is_member: bool) -> None:
+    def __init__(
+        self,
+        find_members: Callable[[], Members],
+        settings: _GroupSettings,
+        state: State,
+        step: int,
+        is_member: bool,
+    ) -> None:
+        self._settings = settings
         self._find_members = find_members
         self._state = state
         self._step = step
         self._is_member = is_member
-
-    def set_group(self, backend: str | None, timeout: float, pg_options: Any, device_id: Any) -> None:
-        """The arguments of :func:`init_process_group` for the group."""
-        self._backend, self._timeout = backend, timeout
-        self._options = pg_options, device_id
 
     def run(self, wait: float, min_size: int | None) -> Job:
         """Form rounds until the members of one have joined and have the same state."""
@@ -224,9 +238,8 @@ class _Recovery:
     def _record(self, rank: int) -> Member:
         from unicoll.bootstrap.recovery_rounds import Member
 
-        number = environment.number("UNICOLL_REPLACEMENT")
-        exit_key = f"launcher/exit/{rank}" + (f"/{number}" if number else "")
-        return Member(rank, self._is_member, self.is_damaged, self._step, self._state.digest(), exit_key)
+        key = exit_key(rank, environment.number("UNICOLL_REPLACEMENT"))
+        return Member(rank, self._is_member, self.is_damaged, self._step, self._state.digest(), key)
 
     def _join(self, formed: Round) -> Job:
         """Join the job of a round."""
@@ -238,8 +251,9 @@ class _Recovery:
             if not members.given_store:
                 met.store.set_timeout(timedelta(seconds=init.RENDEZVOUS_S))
             logs.set_rank(met.rank)
-            job = join.join_job(met, self._backend, self._timeout, _JOIN_S)
-            init.make_default_group(job, _JOIN_S, *self._options)
+            backend, timeout, pg_options, device_id = self._settings
+            job = join.join_job(met, backend, timeout, _JOIN_S)
+            init.make_default_group(job, _JOIN_S, pg_options, device_id)
         return job
 
     def _transfer(self, job: Job, members: Sequence[Member], senders: Mapping[int, int]) -> None:

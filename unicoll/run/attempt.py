@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from unicoll.errors import DistError
 from unicoll.net import logs
+from unicoll.net.control.departures import ENDED_KEY, exit_key
 from unicoll.net.formatting import ranks_text
 from unicoll.net.signal_handlers import is_caught
 from unicoll.run.args import LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
 from unicoll.run.failure import Failure, last_stderr_lines, report, root_cause, summary
-from unicoll.run.job import ENDED_KEY, exit_key, job_variable
+from unicoll.run.job import job_variable
 from unicoll.run.nodes import Cause, NodeEnd, Nodes, Placement
 from unicoll.run.output import Console, OutputPipe, OutputPipes
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
@@ -289,7 +290,8 @@ class Attempt:
             if worker.status is None and os.path.exists(worker.error_file):
                 record = self._read_record(worker)
                 if record is not None and record.final and self._may_replace():
-                    kill_group(worker.pid, signal.SIGKILL)
+                    if time.time() > record.time + self._options.grace:
+                        kill_group(worker.pid, signal.SIGKILL)
                 elif record is not None and record.final and not self._pending_signals:
                     self._nodes.announce(f"rank {worker.rank}: {record.message}")
                     self._schedule_stop()

@@ -14,16 +14,6 @@ from unicoll.run.process_cleanup import JOB_VARIABLE
 
 if TYPE_CHECKING:
     from unicoll.net.stores import TCPStore
-ENDED_KEY = "launcher/ended"
-"""Key in the job's store for a rank whose program has ended without an error, with ``--replace``."""
-
-
-def exit_key(rank: int, replacement: int = 0) -> str:
-    """Key in the job's store for how a rank ended: JSON with its pid, status (``-N`` for signal N) and cause.
-
-    ``replacement`` is the process's number among those that were started for this rank.
-    """
-    return f"launcher/exit/{rank}" + (f"/{replacement}" if replacement else "")
 
 
 def job_token() -> str:
