@@ -84,9 +84,14 @@ def _watch_with_first_group(c10d: Any) -> None:
 
 def backend_of_init() -> str | None:
     """The backend string of the current ``init_process_group`` call, which torch does not pass to the rendezvous."""
-    frame = caller("init_process_group")
-    backend = frame.f_locals.get("backend") if frame is not None else None
+    backend = argument_of_init("backend")
     return None if backend is None else str(backend)
+
+
+def argument_of_init(name: str) -> Any:
+    """An argument of the current ``init_process_group`` call, or None."""
+    frame = caller("init_process_group")
+    return frame.f_locals.get(name) if frame is not None else None
 
 
 def caller(function: str) -> FrameType | None:

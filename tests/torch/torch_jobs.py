@@ -25,7 +25,9 @@ before: list[str] = []
 F32, I64 = torch.float32, torch.int64
 
 
-def join(backend: str, limit: float = 60.0, device: str | None = None) -> tuple[int, int, str]:
+def join(
+    backend: str, limit: float = 60.0, device: str | None = None, **arguments: Any
+) -> tuple[int, int, str]:
     """Join, bound to a device or not; torch's own warnings are ignored."""
     global before
     warnings.simplefilter("ignore")
@@ -35,7 +37,7 @@ def join(backend: str, limit: float = 60.0, device: str | None = None) -> tuple[
     if backend == "mpi":
         plugin.enable_mpi()
     bound = torch.device(device) if device is not None else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=limit), device_id=bound)
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit), device_id=bound, **arguments)
     return dist.get_rank(), dist.get_world_size(), dist.get_backend()
 
 

@@ -21,6 +21,7 @@ from unicoll.bootstrap.rendezvous_protocol import StoreLocation
 from unicoll.errors import DistError
 from unicoll.group import backend_choice, registry
 from unicoll.group.backend_choice import BackendChoice
+from unicoll.group.process_group import ProcessGroup
 from unicoll.net import debug_level, environment, excepthook, fork_safety, logs
 from unicoll.net.control.client import ControlClient
 from unicoll.net.control.departures import publish_refusal
@@ -220,6 +221,16 @@ def leave(job: Job, error: BaseException | None = None) -> None:
                 group.abort_on_this_rank(  # pending operations must not block the exit
                     DistError(f"this process ended with {type(error).__name__}: {error}")
                 )
+
+
+def end_group(job: Job, group: ProcessGroup, reason: str) -> None:
+    """Destroy a group; calls of other ranks in it, which may not know of a loss yet, raise. The job is not left."""
+    control = job.control
+    if control is not None and control.group_failure(group.name) is None:
+        died = [rank for rank in control.died if rank in group.ranks]
+        group.abort(f"{control.departed[died[0]]}; {reason}" if died else reason)
+    job.groups.remove(group)
+    group.close()
 
 
 def _remove_keys(job: Job) -> None:

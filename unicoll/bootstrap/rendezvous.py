@@ -257,6 +257,27 @@ def meet(found: Members, timeout: float = 300.0, environ: Environ = os.environ, 
     )
 
 
+def open_store(found: Members, timeout: float) -> Rendezvous:
+    """The store of these members, in the namespace ``shared``, before any of the others is met."""
+    location = found.location
+    root = location.open(found.rank, found.world_size, time.monotonic() + timeout)
+    return Rendezvous(
+        PrefixStore("shared", root),
+        root,
+        found.rank,
+        found.world_size,
+        found.secret,
+        bool(found.secret.key) or location.private(),
+        [location.master_host or "127.0.0.1"],
+        found.launched,
+        found.notes,
+        lambda: location.close(linger=True),
+        store_ends_with_rank_0=location.ends_with_rank_0,
+        address=location.describe(),
+        exit_keys=found.exit_keys,
+    )
+
+
 def refuse_protection(environ: Environ = os.environ) -> None:
     """Raise DistArgumentError if UNICOLL_CHANNEL is set in a job whose key other processes may have."""
     wanted = environment.choice("UNICOLL_CHANNEL", environ)

@@ -134,8 +134,8 @@ def recover(
     settings = _GroupSettings(backend, operations_s, pg_options, device_id)
     recovery = _Recovery(find_members, settings, own_state, step, old is not None)
     if find_members().location.found_again and not _is_fake(backend, old):
-        if old is not None:
-            _end_default_group(old)
+        if old is not None and old.default in old.groups:  # else an earlier call has ended it
+            join.end_group(old, old.default, f"rank {old.rank} calls recover()")
         job = recovery.run(world.seconds(wait, init.RENDEZVOUS_S), min_size)
     elif old is None:
         job = init.join_with_group(
@@ -312,19 +312,6 @@ def _is_fake(backend: str | None, old: Job | None) -> bool:
 
 
 # --- the replaced group ---------------------------------------------------------------------------------------------
-
-
-def _end_default_group(job: Job) -> None:
-    """Destroy the default group; calls of other ranks in it, which may not know of a loss yet, raise."""
-    group, control = job.default, job.control
-    if group not in job.groups:  # an earlier call has destroyed it
-        return
-    if control is not None and control.group_failure(group.name) is None:
-        died = [rank for rank in control.died if rank in group.ranks]
-        reason = f"rank {job.rank} calls recover()"
-        group.abort(f"{control.departed[died[0]]}; {reason}" if died else reason)
-    job.groups.remove(group)
-    group.close()
 
 
 def _replace_default_group(old: Job | None, new: Job) -> None:

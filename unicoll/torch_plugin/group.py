@@ -56,19 +56,25 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, job: TorchJob, group: ProcessGroup, backend: str, name: str, desc: str, store: Any
     ) -> None:
         super().__init__(group.rank(), group.size())
+        self._initialize(backend, name, desc, store)
+        self._set_group(job, group)
+
+    def _initialize(self, backend: str, name: str, desc: str, store: Any) -> None:
         self._backend = backend
-        self.unicoll = group
-        self.job = job
         self._names = [name, desc]
         self._store = store
-        self._works = WorkRegistry()
-        self._coalescing: Coalescing | None = None
-        self._pool = TensorPool(group)
-        self._tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
         self._closed = False
         self._timeout: timedelta | None = None  # the default timeout, if set_timeout was called
         self.options = None
         self.backend_spec: str | None = None
+
+    def _set_group(self, job: TorchJob, group: ProcessGroup) -> None:
+        self.job = job
+        self.unicoll = group
+        self._works = WorkRegistry()
+        self._coalescing: Coalescing | None = None
+        self._pool = TensorPool(group)
+        self._tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
         group.wrapper = self
         if isinstance(group.bound_device_id, torch.device):  # unicoll also accepts other types
             self.bound_device_id = group.bound_device_id

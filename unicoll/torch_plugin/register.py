@@ -18,6 +18,7 @@ from unicoll.torch_plugin import compat, functional, rendezvous
 from unicoll.torch_plugin.backend_names import MPI, spec_of
 from unicoll.torch_plugin.error_messages import adapt_for_torch
 from unicoll.torch_plugin.group import TorchProcessGroup
+from unicoll.torch_plugin.reconfigurable_group import ReconfigurableGroup
 from unicoll.torch_plugin.torch_job import join_torch_job
 from unicoll.torch_plugin.wrapped_group import WrappedProcessGroup
 
@@ -83,6 +84,8 @@ def _make(
     timeout = opts.timeout if opts is not None else requested.timeout
     torch_name = opts.group_id if opts is not None else requested.name or f"mpi:{ranks}"
     spec = spec_of(requested.backend or name)
+    if getattr(opts, "enable_reconfigure", False):
+        return ReconfigurableGroup(requested, name, torch_name, spec, store, rank, size, timeout, pg_options)
     world = c10d.GroupMember.WORLD
     is_default = world is None and not is_initialized()  # of unicoll's functions, too
     if ranks and isinstance(world, TorchProcessGroup):

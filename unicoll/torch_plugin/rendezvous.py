@@ -10,8 +10,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from unicoll.bootstrap.join import run_rendezvous
+from unicoll.bootstrap.rendezvous import find_members, open_store
 from unicoll.net import logs
-from unicoll.torch_autoload import backend_of_init
+from unicoll.torch_autoload import argument_of_init, backend_of_init
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.stores import UnicollBackedStore
 
@@ -44,17 +45,26 @@ def register(include_mpi: Callable[[], bool]) -> None:
             )
         if backend is None or complete or not names_unicoll(backend, include_mpi()):
             return torchs_handler(url, **({} if timeout is None else {"timeout": timeout}), **options)
-        return iter([_rendezvous(spec_of(backend), query, timeout)])
+        return iter(
+            [_rendezvous(spec_of(backend), query, timeout, bool(argument_of_init("enable_reconfigure")))]
+        )
 
     handler.dispatches_unicoll = True  # type: ignore[attr-defined]
     handlers["env"] = handler
 
 
 def _rendezvous(
-    backend: str | None, query: dict[str, str], timeout: timedelta | None
+    backend: str | None, query: dict[str, str], timeout: timedelta | None, reconfigures: bool
 ) -> tuple[UnicollBackedStore, int, int]:
-    """(store of all ranks, this rank, number of ranks), determined as in ``unicoll.init_process_group``."""
+    """(store of all ranks, this rank, number of ranks), determined as in ``unicoll.init_process_group``.
+
+    If the group ``reconfigures`` and the store outlives lost ranks, the other ranks are not met, since some may be new.
+    """
     limit = min(_TIMEOUT_S, timeout.total_seconds()) if timeout is not None else _TIMEOUT_S
     rank, size = int(query.get("rank", -1)), int(query.get("world_size", -1))
-    rendezvous = run_rendezvous(backend, None, rank, size, None, limit)
+    found = find_members(None, rank, size) if reconfigures else None
+    if found is not None and found.location.found_again:
+        rendezvous = open_store(found, limit)
+    else:
+        rendezvous = run_rendezvous(backend, None, rank, size, None, limit)
     return UnicollBackedStore(rendezvous), rendezvous.rank, rendezvous.world_size

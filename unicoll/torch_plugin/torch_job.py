@@ -9,7 +9,7 @@ from typing import Any
 from unicoll.api import world
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.backend.contract import Context, Job
-from unicoll.bootstrap.join import join, join_job, leave
+from unicoll.bootstrap.join import end_group, join, join_job, leave
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
@@ -58,6 +58,16 @@ class TorchJob:
             desc=desc,
         )
         return ProcessGroup.create(context, choices, parent)
+
+    def end(self, group: ProcessGroup, reason: str) -> None:
+        """Close a group in which other ranks may wait: their calls raise. The last one leaves the job."""
+        joined = self.joined
+        end_group(joined, group, reason)
+        if not joined.groups:
+            leave(joined)
+        elif joined.leaving is not None and group is joined.default:
+            joined.leaving()  # there is no default group now
+            joined.leaving = None
 
     def remove(self, group: ProcessGroup) -> None:
         """Close a group; the last one, and the default group, leaves the job."""

@@ -1,0 +1,179 @@
+"""torch's default group with members that change: ``init_process_group(enable_reconfigure=True)`` of torch 2.14."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from unicoll.api import init, world
+from unicoll.arrays.types import default_pg_timeout
+from unicoll.bootstrap.join import join, leave
+from unicoll.errors import DistArgumentError, DistError, NotInitializedError
+from unicoll.torch_plugin.compat import RequestedGroup
+from unicoll.torch_plugin.error_messages import adapt_for_torch
+from unicoll.torch_plugin.group import TorchProcessGroup
+from unicoll.torch_plugin.stores import TorchBackedStore, TorchStoreLocation, UnicollBackedStore, innermost
+from unicoll.torch_plugin.torch_job import TorchJob
+from unicoll.torch_plugin.work import DONE, CompletedWork
+
+
+class ReconfigurableGroup(TorchProcessGroup):
+    """torch's default group, which has members after :meth:`reconfigure` only.
+
+    Each reconfiguration joins a new job at torch's store, which must outlive lost ranks. The group has the attributes
+    ``unicoll`` and ``job`` while it has members.
+    """
+
+    supports_reconfigure = True
+
+    def __init__(
+        self,
+        requested: RequestedGroup,
+        backend: str,
+        name: str,
+        spec: str | None,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta | None,
+        options: Any,
+    ) -> None:
+        dist.ProcessGroup.__init__(self, rank, size)
+        self._initialize(requested.backend or backend, name, requested.desc or "undefined", store)
+        self.backend_spec = spec
+        self._rank, self._size = rank, size
+        self._limit = (timeout or default_pg_timeout).total_seconds()
+        self._settings = options, requested.device
+        if requested.device is not None:
+            self.bound_device_id = requested.device
+        self._inner = innermost(store)  # C++ does not keep the Python part of a UnicollBackedStore alive
+        self._token = secrets.token_hex(8)
+        self._reconfigured = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("unicoll", "job"):
+            raise NotInitializedError("this process group has no members: call reconfigure first")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # torch's names in Python and in C++
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    getRank, getSize = rank, size
+
+    def get_error(self) -> Any:
+        """torch's ErrorType: REMOTE_ERROR after a failure of the group, such as a lost rank, else SUCCESS."""
+        kinds = torch._C._distributed_c10d.ErrorType
+        if not self._has_members():
+            return kinds.SUCCESS
+        control = self.job.joined.control
+        failed = control is not None and control.group_failure(self.unicoll.name) is not None
+        return kinds.REMOTE_ERROR if failed else kinds.SUCCESS
+
+    def get_reconfigure_handle(self) -> str:
+        """This process among the handles of the next :meth:`reconfigure`, which changes it."""
+        return f"unicoll:{self._rank:08}:{self._token}:{self._reconfigured}"
+
+    def reconfigure(self, opts: Any) -> CompletedWork:
+        """Leave the present members and join those of ``opts``, torch's ReconfigureOptions; all of them call this.
+
+        It returns when all have joined. The groups made of the default group before stay, without their lost members.
+
+        Args:
+            opts: ``handles`` of all members, from a list in the order of the new ranks, from a set in that of the old
+                ones; ``uuid``, an integer that no reconfiguration at this store has had; ``timeout``, how long to wait
+                for the other members, by default the group's, but 5 minutes at most. ``hints`` are ignored.
+
+        Raises:
+            DistArgumentError: the uuid was used, or the handle of this process is not among ``handles``. The group is
+                unchanged.
+            OperationTimeoutError: not all members called this in time; names the missing. The group has no members.
+            DistError: the errors of ``unicoll.join``.
+        """
+        given = opts.handles
+        handles = list(given) if isinstance(given, list) else sorted(given)
+        own = self.get_reconfigure_handle()
+        limit = min(self._limit, init.RENDEZVOUS_S) if opts.timeout is None else opts.timeout.total_seconds()
+        try:
+            if own not in handles or len({*handles}) < len(handles) or self._closed:
+                raise DistArgumentError(
+                    f"reconfigure: the handles need to be different, and one that of this process, {own}: {handles}"
+                )
+            self._claim(opts.uuid, handles)
+            self._leave("reconfigure")
+            self._join(f"reconfigure.{opts.uuid}", handles.index(own), len(handles), limit)
+        except DistError as error:
+            adapt_for_torch(error)
+            raise error
+        return DONE
+
+    def _claim(self, uuid: int, handles: list[str]) -> None:
+        """Record the handles of a uuid. They differ after each reconfiguration, and so for each use of it."""
+        digest = hashlib.sha256("\n".join(handles).encode()).hexdigest()
+        found = TorchBackedStore(self._store).compare_set(f"unicoll/reconfigure/{uuid}", "", digest)
+        if found.decode() != digest:
+            raise DistArgumentError(
+                f"reconfigure: uuid {uuid} was already used, or with other handles on another rank"
+            )
+
+    def _join(self, name: str, rank: int, size: int, limit: float) -> None:
+        location = TorchStoreLocation(self._store)
+        joined = join(self.backend_spec, None, rank, size, location, self._limit, limit, name)
+        job = TorchJob(joined)
+        is_default = not world.is_initialized()
+        group_name = init.DEFAULT_NAME if is_default else self.getGroupName()
+        options, device = self._settings
+        try:
+            group = job.make(
+                group_name,
+                job.ranks,
+                joined.choices,
+                timedelta(seconds=self._limit),
+                self.getGroupDesc(),
+                options,
+                device,
+            )
+        except BaseException as error:
+            leave(joined, error)
+            raise
+        self._set_group(job, group)
+        self._rank, self._size = rank, size
+        self._reconfigured += 1
+        if self in c10d._world.pg_group_ranks:
+            c10d._world.pg_group_ranks[self] = {each: each for each in range(size)}
+        if is_default:
+            joined.default = group
+            init.enter(joined)
+
+    def _has_members(self) -> bool:
+        return "unicoll" in self.__dict__
+
+    def _leave(self, call: str) -> None:
+        if self._has_members():
+            job, group = self.job, self.unicoll
+            del self.job, self.unicoll
+            group.wrapper = None
+            self._works.clear()
+            job.end(group, f"rank {self._rank} calls {call}()")
+
+    def abort(self) -> None:
+        """Make all pending operations raise, on all ranks. The group has no members until the next reconfiguration."""
+        self._leave("abort")
+
+    def shutdown(self) -> None:
+        if self._has_members():
+            super().shutdown()
+            del self.job, self.unicoll
+        inner, self._inner = self._inner, None
+        if isinstance(inner, UnicollBackedStore) and inner.claim():
+            inner.rendezvous.close()
+        self._closed, self._store = True, None
