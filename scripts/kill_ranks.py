@@ -112,6 +112,13 @@ class Training:
         return self.output.read_text()
 
 
+def command_line(pid: str) -> str:
+    try:
+        return Path("/proc", pid, "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""  # it has ended
+
+
 def run(processes: int, epochs: int, kills: int, seed: int) -> tuple[str, str]:
     """Train; the digest of the weights, and a line about the run. RuntimeError: it failed, or has left something."""
     files = set(os.listdir("/dev/shm"))
@@ -123,9 +130,7 @@ def run(processes: int, epochs: int, kills: int, seed: int) -> tuple[str, str]:
         seconds = time.monotonic() - start
         digest = re.search("weights: (.*)", output)
         replaced = output.count("starting a replacement")
-        left = subprocess.run(
-            ["pgrep", "-f", name], capture_output=True, text=True, check=False
-        ).stdout.split()
+        left = [pid for pid in os.listdir("/proc") if pid.isdigit() and name in command_line(pid)]
     problems = [
         f"the launcher's exit code is {training.launcher.returncode}" if training.launcher.returncode else "",
         "" if digest else "no weights",

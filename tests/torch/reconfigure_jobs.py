@@ -80,10 +80,18 @@ def check(rank: int, size: int) -> None:
 
 
 def members_change() -> None:
+    reconfigure(ALL)
+    unicoll.metrics.enable()
+    dist.barrier()
     for processes in ALL, (0, 2), (0,), (2, 1, 0), (1, 2), ALL, ALL:
         reconfigure(processes)
     reconfigure((2, 0), kind=set)
     reconfigure(ALL)
+    counted = unicoll.metrics.snapshot()["barrier", "world"].calls
+    dist.barrier()
+    assert unicoll.metrics.snapshot()["barrier", "world"].calls == counted + 1
+    unicoll.metrics.disable()
+    unicoll.metrics.reset()
 
 
 def refusals() -> None:
@@ -91,8 +99,11 @@ def refusals() -> None:
     used = next(uuids) - 1
     handles = handles_of(ALL, f"refusals {used}")
     others = [each for each in handles if each != api._get_reconfigure_handle()]
-    for wrong in ([], others, [*handles, handles[0]]):
-        with pytest.raises(unicoll.DistArgumentError, match="one that of this process, unicoll:0000000"):
+    for wrong, text in (
+        (others, f"unicoll:0000000{process}:.* is not among"),
+        ([*handles, handles[0]], "twice"),
+    ):
+        with pytest.raises(unicoll.DistArgumentError, match=text):
             api._reconfigure(next(uuids), wrong)
     with pytest.raises(RuntimeError, match=f"uuid {used} was already used"):
         api._reconfigure(used, handles)

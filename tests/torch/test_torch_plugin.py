@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.programs import python
 from tests.support.ranks import ProcessJob
 
 if importlib.util.find_spec("torch") is None:
@@ -102,3 +103,12 @@ def test_invalid_arguments_raise(run: Run) -> None:
         assert said[6].startswith("DistArgumentError: send: tag 9223372036854775808")
         assert said[7].startswith("DistArgumentError: recv: tag -9223372036854775809")
         assert "the shapes of the sparse tensors differ:\n  rank 0: [4]\n  rank 1: [5]" in said[8]
+
+
+def test_a_process_in_place_of_a_lost_one_needs_a_group_that_reconfigures() -> None:
+    program = "import torch.distributed as dist, unicoll.torch_plugin; dist.init_process_group('unicoll')"
+    ended = python("-c", program, RANK="0", WORLD_SIZE="2", UNICOLL_REPLACEMENT="1")
+    assert ended.returncode == 1
+    assert (
+        "DistArgumentError: init_process_group: this process replaces a rank that has ended" in ended.stderr
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from unicoll.api import init, world
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.bootstrap.join import join, leave
 from unicoll.errors import DistArgumentError, DistError, NotInitializedError
+from unicoll.group.call_hooks import Hook, add_to_job
 from unicoll.torch_plugin.compat import RequestedGroup
 from unicoll.torch_plugin.error_messages import adapt_for_torch
 from unicoll.torch_plugin.group import TorchProcessGroup
@@ -50,6 +52,7 @@ class ReconfigurableGroup(TorchProcessGroup):
         self._rank, self._size = rank, size
         self._limit = (timeout or default_pg_timeout).total_seconds()
         self._settings = options, requested.device
+        self._hooks: Sequence[Hook] = ()  # those of unicoll.add_hook, from one job to the next
         if requested.device is not None:
             self.bound_device_id = requested.device
         self._inner = innermost(store)  # C++ does not keep the Python part of a UnicollBackedStore alive
@@ -86,7 +89,7 @@ class ReconfigurableGroup(TorchProcessGroup):
     def reconfigure(self, opts: Any) -> CompletedWork:
         """Leave the present members and join those of ``opts``, torch's ReconfigureOptions; all of them call this.
 
-        It returns when all have joined. The groups made of the default group before stay, without their lost members.
+        It returns when all have joined. Groups that ``new_group`` made before stay; so do hooks and metrics.
 
         Args:
             opts: ``handles`` of all members, from a list in the order of the new ranks, from a set in that of the old
@@ -101,20 +104,28 @@ class ReconfigurableGroup(TorchProcessGroup):
         """
         given = opts.handles
         handles = list(given) if isinstance(given, list) else sorted(given)
-        own = self.get_reconfigure_handle()
         limit = min(self._limit, init.RENDEZVOUS_S) if opts.timeout is None else opts.timeout.total_seconds()
         try:
-            if own not in handles or len({*handles}) < len(handles) or self._closed:
-                raise DistArgumentError(
-                    f"reconfigure: the handles need to be different, and one that of this process, {own}: {handles}"
-                )
+            rank = self._rank_among(handles)
             self._claim(opts.uuid, handles)
             self._leave("reconfigure")
-            self._join(f"reconfigure.{opts.uuid}", handles.index(own), len(handles), limit)
+            self._join(f"reconfigure.{opts.uuid}", rank, len(handles), limit)
         except DistError as error:
             adapt_for_torch(error)
             raise error
         return DONE
+
+    def _rank_among(self, handles: list[str]) -> int:
+        own = self.get_reconfigure_handle()
+        if self._closed:
+            raise DistArgumentError("reconfigure: this process group has been destroyed")
+        if own not in handles:
+            raise DistArgumentError(
+                f"reconfigure: the handle of this process, {own}, is not among {handles}; it changes each time"
+            )
+        if len({*handles}) < len(handles):
+            raise DistArgumentError(f"reconfigure: a handle is given twice: {handles}")
+        return handles.index(own)
 
     def _claim(self, uuid: int, handles: list[str]) -> None:
         """Record the handles of a uuid. They differ after each reconfiguration, and so for each use of it."""
@@ -144,7 +155,10 @@ class ReconfigurableGroup(TorchProcessGroup):
             )
         except BaseException as error:
             leave(joined, error)
+            joined.error = None  # its traceback has frames that have the job
             raise
+        for hook in self._hooks:
+            add_to_job(joined, hook)
         self._set_group(job, group)
         self._rank, self._size = rank, size
         self._reconfigured += 1
@@ -163,6 +177,7 @@ class ReconfigurableGroup(TorchProcessGroup):
             del self.job, self.unicoll
             group.wrapper = None
             self._works.clear()
+            self._hooks = job.joined.hooks
             job.end(group, f"rank {self._rank} calls {call}()")
 
     def abort(self) -> None:

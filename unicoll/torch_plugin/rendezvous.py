@@ -9,8 +9,10 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from unicoll.api import world
 from unicoll.bootstrap.join import run_rendezvous
 from unicoll.bootstrap.rendezvous import find_members, open_store
+from unicoll.errors import DistArgumentError
 from unicoll.net import logs
 from unicoll.torch_autoload import argument_of_init, backend_of_init
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
@@ -60,6 +62,11 @@ def _rendezvous(
 
     If the group ``reconfigures`` and the store outlives lost ranks, the other ranks are not met, since some may be new.
     """
+    if world.replaces_lost_rank() and not reconfigures:
+        raise DistArgumentError(
+            "init_process_group: this process replaces a rank that has ended: it joins the others in a group that all"
+            " make with enable_reconfigure=True (docs/torch.md), or by unicoll.recover(state) (docs/recovery.md)"
+        )
     limit = min(_TIMEOUT_S, timeout.total_seconds()) if timeout is not None else _TIMEOUT_S
     rank, size = int(query.get("rank", -1)), int(query.get("world_size", -1))
     found = find_members(None, rank, size) if reconfigures else None
