@@ -26,16 +26,15 @@ process = 0
 ALL = (0, 1, 2)
 
 
-def join(path: str) -> None:
+def join(path: str, backend: str = "unicoll-gloo", device: str | None = None) -> None:
     """Join without members: there is no operation then."""
     global store, process
     process = int(os.environ["RANK"])
     store = dist.FileStore(path, len(ALL))
     arguments = {"rank": process, "world_size": len(ALL), "store": store, "enable_reconfigure": True}
-    torch_jobs.join("unicoll-gloo", limit=30.0, **arguments)
+    torch_jobs.join(backend, 30.0, device, **arguments)
     group: Any = dist.group.WORLD
     assert api._supports_reconfigure()
-    assert dist.get_backend_config() == "cpu:unicoll-gloo"
     for call in (lambda: dist.all_reduce(torch.ones(1)), dist.barrier, dist.new_group):
         with pytest.raises(unicoll.NotInitializedError, match="has no members: call reconfigure first"):
             call()

@@ -106,6 +106,17 @@ def test_groups_are_split_from_a_bound_one() -> None:
     assert found[1]["members only"] == [[], [2.0], "cuda:1", "cuda:1", 0]
 
 
+@pytest.mark.skipif(not hasattr(jobs.dist, "_reconfigure"), reason="since torch 2.14")
+def test_members_of_a_bound_group_change(tmp_path: Path) -> None:
+    with SimulatedJob(3, join="env", quiet=False, modules=["torch"]) as job:
+        job.call(jobs.join_without_members, str(tmp_path / "store"))
+        job.results()
+        job.call(jobs.members_change)
+        assert job.results() == [[[6.0], [3.0], [6.0], [6.0]], [[6.0]] * 3, [[6.0], [3.0], [6.0], [6.0]]]
+        job.call(jobs.leave)
+        assert job.results() == [[]] * 3
+
+
 @pytest.mark.slow
 def test_the_gpu_stage_on_the_simulated_device(tmp_path: Path) -> None:
     """All programs of the torch.distributed stage of scripts/gpu_check run; none is skipped."""

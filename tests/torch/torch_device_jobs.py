@@ -14,7 +14,7 @@ from tests.gpu.check.plugin_jobs import split_group
 from tests.simulated_nccl import arrays, ranks, torch_tensors
 from tests.simulated_nccl.torch_tensors import captured, full, values
 from tests.support.order import await_true
-from tests.torch import torch_jobs
+from tests.torch import reconfigure_jobs, torch_jobs
 from tests.torch.torch_jobs import me
 
 
@@ -23,6 +23,24 @@ def join(bound: bool, limit: float) -> tuple[int, int, str]:
     torch_tensors.install()
     device = arrays.simulation().cuda.current_device()
     return torch_jobs.join("unicoll", limit, f"cuda:{device}" if bound else None)
+
+
+def join_without_members(path: str) -> None:
+    """Join with a group whose members change, bound to a device."""
+    torch_tensors.install()
+    reconfigure_jobs.join(path, "unicoll", f"cuda:{arrays.simulation().cuda.current_device()}")
+
+
+def members_change() -> list[list[float]]:
+    """The sum of the ranks, from 1 on, of each group that this process is in."""
+    found = []
+    for processes in (0, 1, 2), (2, 0), (1, 2, 0), (0, 1, 2):
+        reconfigure_jobs.reconfigure(processes)
+        if reconfigure_jobs.process in processes:
+            total = full(1, me() + 1.0)
+            dist.all_reduce(total)
+            found.append(values(total))
+    return found
 
 
 def leave() -> list[str]:
