@@ -43,7 +43,7 @@ from tests.mpi.mpi_library import (
 )
 from tests.support import worker
 from tests.support.hosts import ADDRESSES, Hosts
-from tests.support.ranks import ROOT, ProcessJob, RanksFailed, environment
+from tests.support.ranks import ROOT, ProcessJob, RanksFailed
 
 __all__ = ["Ended", "MpiJob", "Program", "library", "mpirun", "started", "unavailable_reason"]
 
@@ -154,10 +154,10 @@ def run_alone(
     """Run source in processes without mpirun, where Open MPI does not remove its shared memory."""
     script = folder / "script.py"
     script.write_text(source)
-    own = {"PYTHONPATH": str(ROOT), "OMPI_MCA_btl_sm_backing_directory": str(folder), "TMPDIR": str(folder)}
+    own = {"PYTHONPATH": str(ROOT), "OMPI_MCA_btl_sm_backing_directory": str(folder)}
     return subprocess.run(
         [sys.executable, *launcher, str(script)],
-        env=environment(library().variables | own | variables),
+        env=variables_for(str(folder), own | variables),
         capture_output=True,
         text=True,
         timeout=300,
