@@ -90,7 +90,9 @@ class GroupCommunicator:
         self.oversubscribed = members.oversubscribed(context)
         self._use_blocking = members.uses_blocking(context)
         self.requires_blocking = False
-        self._may_block = not (self.oversubscribed or members.single_threaded)
+        self._may_block = not (
+            self.oversubscribed or members.single_threaded or self.mpi.blocking_excludes_threads
+        )
         self.in_order = as_options(context.options).in_order
         self.reduction_methods: dict[Any, Any] = {}
         self.small_calls: dict[int, Any] = {}

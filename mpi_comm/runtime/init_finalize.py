@@ -86,6 +86,8 @@ class Runtime:
         nonblocking_takes_device: True if nonblocking collectives take device pointers if the blocking ones do. Open
             MPI's do not: its nonblocking reductions read the memory on the host (its issues 9845 and 12045), and its
             documentation excludes the others for some transports.
+        blocking_excludes_threads: True if no other thread can call MPI while one waits in a blocking collective, so
+            that those of two groups can deadlock: Intel MPI 2021.18 holds its lock in those over shared memory.
         cuda: CUDA-awareness of MPI in this process.
         abandoned: requests given up, with their arrays, kept alive because MPI may still use them.
         before_end: functions that stop the threads that use MPI, called before MPI is finalised.
@@ -113,7 +115,9 @@ class Runtime:
         self.prefers_nonblocking = self.mpi_thread is not None or any(
             name in self.library.lower() for name in ("mpich", "intel")
         )
-        self.nonblocking_takes_device = "mpich" in self.library.lower()
+        is_intel = "intel" in self.library.lower()
+        self.nonblocking_takes_device = is_intel or "mpich" in self.library.lower()
+        self.blocking_excludes_threads = is_intel
         self.cuda = self.call(detect, mpi, self.library)
         log.info("mpi: %s; CUDA arrays are %s", self.describe(), self.cuda)
         self.abandoned: list[Any] = []
