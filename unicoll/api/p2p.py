@@ -187,10 +187,7 @@ def sendrecv(
     Returns:
         The sender's global rank; NO_RANK from NO_RANK; -1 on a process outside the group, after a warning.
 
-    Raises:
-        as :func:`send` and :func:`recv`.
-
-    MPI's counterpart: MPI_Sendrecv.
+    Raises the errors of :func:`send` and :func:`recv`. MPI's counterpart: MPI_Sendrecv.
     """
     pg = world.resolve(group, True)
     if pg is None:
