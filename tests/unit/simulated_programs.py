@@ -268,6 +268,7 @@ class Simulation:
             lambda rank, message: self._to_ranks[rank].append(message),
             lambda group, members, error: self.failures.append((group, members, error)),
             lambda rank: f"rank {rank}",
+            lambda group: False,
             lambda: self._time,
         )
 

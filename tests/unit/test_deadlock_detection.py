@@ -124,11 +124,13 @@ class Relay:
         self.now = 0.0
         self.questions: dict[int, dict[str, object]] = {}
         self.failed: list[str] = []
+        self.failed_before: set[str] = set()
         self.detector = DeadlockDetector(
             size,
             self.questions.__setitem__,
             lambda group, members, error: self.failed.append(group),
             str,
+            lambda group: group in self.failed_before,
             lambda: self.now,
         )
 
@@ -168,6 +170,30 @@ def test_a_rank_that_goes_on_before_it_answers_is_not_reported() -> None:
         relay.answer(0, waiting("b:x", 1))
         relay.answer(1, waiting("b:y", 1, call=2))
     assert sorted(relay.failed) == ["x", "y"]
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2, 3])
+def test_a_call_in_a_group_that_has_failed_is_not_part_of_a_deadlock(answers: int) -> None:
+    """It ends, however late its rank notices; the group fails after this number of answers."""
+    relay = Relay(2)
+    lanes = ["b:x", "b:y"]
+    given = 0
+
+    def fail_when_due() -> None:
+        if given == answers:
+            relay.failed_before.add("x")
+
+    fail_when_due()
+    for rank, lane in enumerate(lanes):
+        relay.detector.handle(rank, {"t": "waiting", "state": waiting(lane, 1)})
+    relay.advance(1)
+    while relay.questions and given < 4:
+        relay.answer(given % 2, waiting(lanes[given % 2], 1))
+        given += 1
+        fail_when_due()
+    relay.advance(1)
+    assert not relay.failed
+    assert given == (4 if answers else 0)
 
 
 def test_a_rank_that_ends_is_forgotten() -> None:

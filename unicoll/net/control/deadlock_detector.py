@@ -102,6 +102,7 @@ class DeadlockDetector:
         send: sends a message to a rank.
         fail: ``fail(group, members, error)`` makes the members (global ranks) of a group raise an error, given as the
             name of its type, its message and its fields.
+        has_failed: True for a group whose members raise an error, so that calls in it end.
     """
 
     def __init__(
@@ -110,12 +111,14 @@ class DeadlockDetector:
         send: Callable[[int, Message], None],
         fail: Callable[[str, tuple[int, ...], Message], None],
         describe: Callable[[int], str],
+        has_failed: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._size = size
         self._send = send
         self._fail = fail
         self._describe = describe
+        self._has_failed = has_failed
         self._clock = clock
         self._states: dict[int, State] = {}
         self._changed = False
@@ -171,11 +174,15 @@ class DeadlockDetector:
         if not self._changed or now < self._next:
             return
         self._changed = False
-        stuck = find_stuck(self._states)
+        stuck = find_stuck({rank: state for rank, state in self._states.items() if not self._ends(state)})
         now, started = self._clock(), now
         self._next = now + max(_INTERVAL_S, 5 * (now - started))
         if stuck:
             self._send_requests({rank: self._states[rank] for rank in stuck})
+
+    def _ends(self, state: State) -> bool:
+        """True if a call that the rank is blocked in ends, since its group has failed."""
+        return any(self._has_failed(group_of(wait.backend_group)) for wait in state.waits)
 
     def _send_requests(self, states: dict[int, State]) -> None:
         self._last_number += 1
@@ -189,7 +196,7 @@ class DeadlockDetector:
         self._next = self._clock() + _RETRY_S
 
     def _conclude(self, check: _Check) -> None:
-        if check.messages_in_flight():
+        if check.messages_in_flight() or any(map(self._ends, check.states.values())):
             self._try_again()
         elif not check.last:
             self._send_requests(check.states)

@@ -168,6 +168,7 @@ class Relay(FrameServer):
             lambda rank, message: self._send_all((rank,), message),
             self._fail,
             lambda rank: self._members[rank].describe(),
+            self._failures.__contains__,
         )
         self._warnings = _Warnings()
         self._initializing = set(range(size)) - {rank}
