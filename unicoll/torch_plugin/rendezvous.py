@@ -47,21 +47,20 @@ def register(include_mpi: Callable[[], bool]) -> None:
             )
         if backend is None or complete or not names_unicoll(backend, include_mpi()):
             return torchs_handler(url, **({} if timeout is None else {"timeout": timeout}), **options)
-        return iter(
-            [_rendezvous(spec_of(backend), query, timeout, bool(argument_of_init("enable_reconfigure")))]
-        )
+        return iter([_rendezvous(spec_of(backend), query, timeout)])
 
     handler.dispatches_unicoll = True  # type: ignore[attr-defined]
     handlers["env"] = handler
 
 
 def _rendezvous(
-    backend: str | None, query: dict[str, str], timeout: timedelta | None, reconfigures: bool
+    backend: str | None, query: dict[str, str], timeout: timedelta | None
 ) -> tuple[UnicollBackedStore, int, int]:
     """(store of all ranks, this rank, number of ranks), determined as in ``unicoll.init_process_group``.
 
-    If the group ``reconfigures`` and the store outlives lost ranks, the other ranks are not met, since some may be new.
+    With ``enable_reconfigure`` and a store that outlives lost ranks, the others are not met, since some may be new.
     """
+    reconfigures = bool(argument_of_init("enable_reconfigure"))
     if world.replaces_lost_rank() and not reconfigures:
         raise DistArgumentError(
             "init_process_group: this process replaces a rank that has ended: it joins the others in a group that all"
