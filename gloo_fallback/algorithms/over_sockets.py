@@ -40,8 +40,8 @@ from unicoll.errors import CollectiveMismatchError
 SMALL = 1 << 16
 """Maximum bytes at each rank after one exchange; larger operations use the bulk algorithms."""
 _CHAIN = 1 << 16
-_DETERMINISTIC_BYTES = 1 << 20
-"""Bytes of all ranks' contributions that a deterministic or exact reduction holds at a time."""
+DIRECT_BYTES = 1 << 20
+"""Bytes of all ranks' contributions that a direct reduction (deterministic, exact) holds at a time."""
 
 
 def codec_of(call: Call, source: Flat) -> Codec | None:
@@ -192,7 +192,7 @@ def _direct_reduce_scatter(
     """
     size, rank = connections.size, connections.rank
     longest = max(p.size for p in blocks)
-    chunk_size = max(1, min(longest, _DETERMINISTIC_BYTES // size // out.itemsize))
+    chunk_size = max(1, min(longest, DIRECT_BYTES // size // out.itemsize))
     received = np.empty((size, chunk_size), out.dtype)
     for start in range(0, longest, chunk_size):
         mine = blocks[rank][start : start + chunk_size]
@@ -210,7 +210,7 @@ def _direct_reduce(
     """As :func:`_direct_reduce_scatter`; the root then collects the blocks."""
     size, rank = connections.size, connections.rank
     # each block fits the working memory of _direct_reduce_scatter
-    chunk_size = size * max(1, _DETERMINISTIC_BYTES // size // source.itemsize)
+    chunk_size = size * max(1, DIRECT_BYTES // size // source.itemsize)
     for start in range(0, source.size, chunk_size):
         segment = source[start : start + chunk_size]
         bounds = bounds_of(segment.size, size)

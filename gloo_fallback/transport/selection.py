@@ -109,11 +109,11 @@ def socket_buffer_bytes(size: int, deterministic: bool) -> int:
 
     The buffers of the exchanges and the buffers of one algorithm. A ring needs two segments of sums, and with float16
     or bfloat16 the first segment received. The circulant algorithm needs the array of sums and a receive buffer, which
-    is half as large for equal blocks and at most as large for unequal ones. A deterministic reduction needs all ranks'
-    contributions to a chunk, and the chunk. A compressed one needs messages to and from all ranks.
+    is half as large for equal blocks and at most as large for unequal ones. A deterministic or exact reduction needs
+    all ranks' contributions to a chunk, and the chunk. A compressed one needs messages to and from all ranks.
     """
     ring = rings.SEGMENT * 5 // 2
-    direct = over_sockets._DETERMINISTIC_BYTES + over_sockets._DETERMINISTIC_BYTES // size
+    direct = over_sockets.DIRECT_BYTES + over_sockets.DIRECT_BYTES // size
     rounds = min(circulant.LIMIT, size * circulant.BLOCK) if size > 2 else 0
     work = max(direct, rounds) if deterministic else max(ring, 2 * rounds, compressed.working_memory(size))
     return _exchange_buffers(over_sockets.SMALL * size // (size - 1)) + work
