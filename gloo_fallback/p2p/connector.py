@@ -106,6 +106,6 @@ class Connector:
                 engine.finish(pending, error)
             elif connection is not None:
                 self.queue.popleft()
-                connection.sender.enqueue(pending)
+                engine.change(connection.sender.enqueue, pending)
         engine.report_completed()
         return True

@@ -6,6 +6,10 @@ Progress of asynchronous operations that no thread waits for runs on a thread th
 
 A blocking receive first polls its sender's ring or socket for a short time (the socket not if ranks outnumber cores),
 then sleeps on all connections. A small blocking send is one write to the ring, or one system call.
+
+An exception of a signal's handler may end the thread's work at any point. So ``unsure`` is set before a connection, or
+what matches its messages, changes, and cleared once they are right again. Whoever finds it set fails the group. Only a
+receive that is interrupted while nothing changes, and of which nothing has come, is taken back.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from gloo_fallback.p2p.connection import PeerConnection
 from gloo_fallback.p2p.connector import Connector
@@ -25,12 +30,14 @@ from gloo_fallback.transport.topology import TransportPreference, transport_pref
 from unicoll.backend import Call, operation_errors
 from unicoll.backend.endpoint import MESSAGES, Endpoint
 from unicoll.backend.group_state import GroupState
+from unicoll.backend.interrupts import leaves_doubt, mark_unchanged
 from unicoll.backend.message_matcher import MessageMatcher
 from unicoll.backend.ops import PROBE
 from unicoll.backend.work import HostCompletion
-from unicoll.errors import OperationTimeoutError, RankLostError
+from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net.channel import Connection
 from unicoll.net.control.wait_graph import MessageState
+from unicoll.net.interrupts import raised_by_handler
 from unicoll.net.records import TamperedError
 
 _BUFFER_BYTES = 1 << 16
@@ -55,6 +62,7 @@ class P2PEngine:
         lock: held while connections, queues or messages change.
         open: the connections, by descriptor.
         buffer: received data without a known destination.
+        unsure: True while a thread that holds the lock changes connections; else a change was interrupted.
     """
 
     def __init__(
@@ -68,6 +76,8 @@ class P2PEngine:
         self.lock = threading.RLock()
         self._connections: list[PeerConnection | None] = [None] * context.size
         self.open: dict[int, PeerConnection] = {}
+        self.unsure = False
+        self._in_flight: set[PendingMessage] = set()  # what has not ended, wherever an interrupt has left it
         self._matcher: MessageMatcher[PendingMessage, IncomingMessage] = MessageMatcher(context.size)
         self._connector = Connector(self, endpoint)
         # ended operations and their errors, reported once the lock is released
@@ -86,19 +96,45 @@ class P2PEngine:
         """Send, receive or probe, and return when the array may be used again."""
         if self._send_at_once(call) if call.inputs else self._receive_at_once(call):
             return
-        pending = PendingMessage(call, None)
+        held = self._progress.held_here
+        pending = None
         try:
-            self._accept(pending)
+            posted = PendingMessage(call, None)
+            self._accept(posted)
+            pending = posted
             if not pending.completion.done():
                 if self._connector.queue:
                     self._progress.wake_thread()
                 self._progress.until_done(pending)
-        except BaseException:
-            if not pending.completion.done():  # interrupted: no thread waits for it any more
-                self._withdraw(pending)
-                self.report_completed()
+        except BaseException as e:
+            self._progress.give_back(held)
+            if pending is not None and not pending.completion.done():
+                if not leaves_doubt(e):
+                    self._cancel(pending)
+                elif self._take_back(pending):
+                    mark_unchanged(e)
             raise
         pending.completion.wait(None)
+
+    def _cancel(self, pending: PendingMessage) -> None:
+        """Cancel a message that an error of the library has ended."""
+        self._withdraw(pending)
+        self._in_flight.discard(pending)
+        self.report_completed()
+
+    def _take_back(self, pending: PendingMessage) -> bool:
+        """Cancel an interrupted receive or probe; False if it may have changed something."""
+        with self.lock:
+            if self.unsure or pending.call.inputs or pending not in self._matcher.posted:
+                return False
+            self._matcher.cancel(pending)
+            self._in_flight.discard(pending)
+        return True
+
+    def fail(self, cause: BaseException) -> None:
+        """Fail the group because an interrupt has left the connections in an unknown state."""
+        error = operation_errors.member_failed_error(self.context, "in a message of", cause)
+        self.state.announce(error)
 
     def post(self, call: Call) -> HostCompletion:
         """Send or receive in the background."""
@@ -107,13 +143,7 @@ class P2PEngine:
             completion.finish()
             return completion
         pending = PendingMessage(call, self._progress.until_done)
-        try:
-            self._accept(pending)
-        except BaseException:
-            if not pending.completion.done():  # the caller has no completion to wait for
-                self._withdraw(pending)
-                self.report_completed()
-            raise
+        self._accept(pending)
         if not pending.completion.done():
             self._progress.wake_thread()
         return pending.completion
@@ -125,15 +155,14 @@ class P2PEngine:
             self.state.check()
             if self._matcher.post_probe(pending):
                 return True
-        held = self._progress.try_acquire()
+        before = self._progress.held_here
         try:
-            if held:
+            if not before and self._progress.try_acquire():
                 self._progress.receive_available()
         finally:
             with self.lock:
                 self._matcher.cancel(pending)
-            if held:
-                self._progress.release()
+            self._progress.give_back(before)
         return pending.completion.done()
 
     def _send_at_once(self, call: Call) -> bool:
@@ -146,7 +175,9 @@ class P2PEngine:
                 return False
             if connection.sender.awaits_answer:
                 self._receive_available(connection)  # the answer may be there
+            self.unsure = True
             sent = not connection.closed and connection.sender.try_send(call)
+            self.unsure = False
         if self._ended or self._dropped:
             self.report_completed()
         if connection.sender.blocked:
@@ -158,22 +189,27 @@ class P2PEngine:
         if call.op is PROBE or not self._matcher.empty(call.peer):
             return False
         rings = self._rings(call.peer)
-        if not rings or not self._progress.try_acquire():
+        if not rings or self._progress.held_here:
             return False
         try:
+            if not self._progress.try_acquire():
+                return False
             sender = self._progress.poll_rings(rings)
             if sender is None:
                 return False
             with self.lock:
                 if sender.closed or not self._matcher.empty(call.peer) or self.state.error is not None:
                     return False
+                taken = False
+                self.unsure = True
                 try:
-                    return sender.receiver.take(call)
+                    taken = sender.receiver.take(call)
                 except OSError as error:
-                    self.drop_connection(sender.peer, error)
-                    return False
+                    self.connection_ended(sender, error)
+                self.unsure = False
+                return taken
         finally:
-            self._progress.release()
+            self._progress.give_back(False)
             # the receive may have completed a queued send, or dropped the connection
             if self._ended or self._dropped:
                 self.report_completed()
@@ -201,6 +237,17 @@ class P2PEngine:
 
     def _accept(self, pending: PendingMessage) -> None:
         self.state.check()
+        self._in_flight.add(pending)
+        try:
+            self._begin(pending)
+        except DistError:  # the caller has no completion to wait for
+            if not pending.completion.done():
+                self._cancel(pending)
+            raise
+        finally:
+            self.report_completed()
+
+    def _begin(self, pending: PendingMessage) -> None:
         call = pending.call
         sends_now = bool(call.inputs) and not pending.background
         if (
@@ -223,7 +270,6 @@ class P2PEngine:
                 self._send_to_self(pending)
             else:
                 self._queue(pending)
-        self.report_completed()
 
     def _queue(self, pending: PendingMessage) -> None:
         """Queue a send behind earlier ones, also those that wait for the connection."""
@@ -234,7 +280,7 @@ class P2PEngine:
             self._connector.queue.append(pending)
             self._progress.wake()  # the thread that connects may sleep until data arrives
             return
-        connection.sender.enqueue(pending)
+        self.change(connection.sender.enqueue, pending)
 
     def _match_unexpected(self, pending: PendingMessage, message: IncomingMessage) -> None:
         """Match a new receive with an unexpected message, which may be incomplete."""
@@ -289,7 +335,7 @@ class P2PEngine:
             if connection is None:
                 return
             if event & select.EPOLLOUT:
-                connection.sender.flush()
+                self.change(connection.sender.flush)
             if event & ~select.EPOLLOUT:
                 for _ in range(_MAX_RECEIVES):
                     if (
@@ -301,12 +347,31 @@ class P2PEngine:
 
     def _receive_available(self, connection: PeerConnection) -> bool:
         """Receive the data that has arrived from a peer; False if there is none."""
+        found = True
+        self.unsure = True
         try:
             connection.receiver.receive(self.buffer)
-        except BlockingIOError:
-            return False
         except (OSError, EOFError) as error:
-            self.drop_connection(connection.peer, error)
+            found = self.connection_ended(connection, error)
+        self.unsure = False
+        return found
+
+    def change(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function that changes a connection; the caller holds the lock."""
+        self.unsure = True
+        function(*arguments)
+        self.unsure = False
+
+    def connection_ended(self, connection: PeerConnection, error: OSError | EOFError) -> bool:
+        """Handle an exception of a read, while ``unsure``: False if nothing has come; else the connection is dropped.
+
+        It may also be that of a signal's handler, which is raised.
+        """
+        if isinstance(error, OSError) and raised_by_handler(error):
+            raise error
+        if isinstance(error, BlockingIOError):
+            return False
+        self.drop_connection(connection.peer, error)
         return True
 
     def check_deadlines(self, now: float) -> None:
@@ -318,10 +383,14 @@ class P2PEngine:
         departed = control.departed if control is not None else {}
         died = operation_errors.first_dead_member(self.context)
         with self.lock:
+            in_doubt = self.unsure
             # the attempt to connect checks the first that waits for it, and names the address in its error
             operations = [*self._matcher.posted, *[*self._connector.queue][1:]]
             operations += [p for c in self.open.values() for p in c.sender.outbox]
             operations += [p for p in map(_receiver, self.open.values()) if p is not None]
+        if in_doubt:
+            self.fail(InterruptedError("a message was interrupted"))
+            return
         for pending in operations:
             peer = pending.call.peer
             if peer >= 0:
@@ -408,18 +477,23 @@ class P2PEngine:
             self._ended.append((pending, error))  # its callbacks must run without the lock
         else:
             pending.completion.finish(error)
+            self._in_flight.discard(pending)
 
     def report_completed(self) -> None:
         """Finish the completions of ended operations; called without the lock."""
+        # An entry is removed once it is finished, so an interrupt loses none. Another thread may finish it, too.
         while self._ended or self._dropped:
             try:
                 while self._ended:
-                    pending, error = self._ended.popleft()
-                    pending.completion.finish(error)
-                peer, operations, why = self._dropped.popleft()
-            except IndexError:  # another thread was faster
-                return
-            self._fail_operations(peer, operations, why)
+                    ended = self._ended[0]
+                    ended[0].completion.finish(ended[1])
+                    self._in_flight.discard(ended[0])
+                    self._ended.remove(ended)
+                dropped = self._dropped[0]
+                self._fail_operations(*dropped)
+                self._dropped.remove(dropped)
+            except (IndexError, ValueError):  # another thread was faster
+                continue
 
     def drop_connection(self, peer: int, error: Exception | None = None) -> None:
         """Close the connection to a peer; the operations that need it fail."""
@@ -451,6 +525,7 @@ class P2PEngine:
                     self.state.error
                     or operation_errors.tampered_error(self.context, rank, error, pending.call)
                 )
+            self._in_flight.difference_update(operations)
             return
         control = self.context.job.control
         why = f"{self.context.who(peer)} closed its connection"
@@ -460,6 +535,7 @@ class P2PEngine:
                 rank, why = lost_rank, control.departed[lost_rank]
         for pending in operations:
             pending.completion.finish(self.state.error or self.lost_error(pending.call, rank, why))
+        self._in_flight.difference_update(operations)
 
     def lost_error(self, call: Call, rank: int, reason: str) -> RankLostError:
         """The error of a send or receive that global rank ``rank`` can no longer take part in."""
@@ -475,14 +551,19 @@ class P2PEngine:
         return operation_errors.message_timeout_error(self.context, call, other, state, others)
 
     def _end(self, pending: PendingMessage, error: BaseException) -> None:
-        self._withdraw(pending)
-        pending.completion.finish(error)
+        with self.lock:
+            self.unsure = True
+            self._withdraw(pending)
+            self.finish(pending, error)
+            self.unsure = False
 
     def _time_out(self, pending: PendingMessage) -> None:
-        begun = self._withdraw(pending)
         with self.lock:
+            self.unsure = True
+            begun = self._withdraw(pending)
             others = "" if pending.call.inputs else self._matcher.others(pending.call)
-        pending.completion.finish(self.timeout_error(pending, begun, others))
+            self.finish(pending, self.timeout_error(pending, begun, others))
+            self.unsure = False
 
     def _withdraw(self, pending: PendingMessage) -> bool:
         """Cancel a send or receive; True if part of its data had moved, so that its connection was closed."""
@@ -503,11 +584,12 @@ class P2PEngine:
         error = self.state.error
         assert error is not None
         with self.lock:
-            for pending in (*self._matcher.cancel_all(), *self._connector.queue):
-                self._ended.append((pending, error))
+            self._ended.extend((pending, error) for pending in [*self._in_flight])
+            self._matcher.cancel_all()
             self._connector.queue.clear()
             for peer in range(len(self._connections)):
                 self.drop_connection(peer)
+            self.unsure = False  # nothing is left that could be wrong
         self.report_completed()
         self._progress.wake()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from gloo_fallback.p2p.frames import PendingMessage, Waker
 from gloo_fallback.shm.ring_buffer import RingReader, poll_any
+from unicoll.backend.interrupts import leaves_doubt
 from unicoll.errors import OperationTimeoutError
 from unicoll.net import logs
 
@@ -50,7 +51,8 @@ class ProgressEngine:
         self._engine = engine
         self._waker = Waker()
         self.poll.register(self._waker.descriptor, select.EPOLLIN)
-        self._progress_lock = threading.Lock()
+        # It knows its owner, so that a thread that is interrupted behind the acquisition can release it (give_back).
+        self._progress_lock = threading.RLock()
         self._progress_owner = 0  # identifier of the thread that holds the lock, or 0
         self._lock = threading.Lock()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
@@ -64,24 +66,28 @@ class ProgressEngine:
     def until_done(self, pending: PendingMessage) -> None:
         """Run progress until ``pending`` is done, or wait for it while another thread runs progress."""
         completion = pending.completion
-        me = threading.get_ident()
+        held = self.held_here  # in a callback of an operation that this thread has ended
         try:
             while not completion.done():
-                if self._progress_owner == me:  # in a callback of an operation that this thread has ended
+                if held:
                     self._progress_once(pending)
                 elif self._acquire_progress():
-                    self._progress_until_done(pending, me)
+                    self._progress_until_done(pending)
                 else:
                     try:
                         completion.wait(_TICK_S)
                     except OperationTimeoutError:
                         continue  # not done in this tick; a timeout of the operation itself is raised by its caller
+        except BaseException as e:
+            self.give_back(held)
+            if self._engine.unsure and leaves_doubt(e):
+                self._engine.fail(e)
+            raise
         finally:
             if self._engine.pending():
                 self.wake_thread()
 
-    def _progress_until_done(self, pending: PendingMessage, me: int) -> None:
-        self._progress_owner = me
+    def _progress_until_done(self, pending: PendingMessage) -> None:
         try:
             while not pending.completion.done():
                 self._progress_once(pending)
@@ -89,15 +95,22 @@ class ProgressEngine:
             self._progress_owner = 0
             self._progress_lock.release()
 
+    @property
+    def held_here(self) -> bool:
+        """True if the calling thread runs progress."""
+        return self._progress_owner == threading.get_ident()
+
     def try_acquire(self) -> bool:
-        """Acquire the progress lock, unless another thread holds it."""
+        """Acquire the progress lock, which the calling thread does not hold, unless another thread does."""
         if not self._progress_lock.acquire(blocking=False):
             return False
         self._progress_owner = threading.get_ident()
         return True
 
-    def release(self) -> None:
-        """Release the progress lock; the progress thread continues if anything is pending."""
+    def give_back(self, held: bool) -> None:
+        """Release the progress lock if the calling thread has it, and had it not before (``held``)."""
+        if held or not self._progress_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition does
+            return
         self._progress_owner = 0
         self._progress_lock.release()
         if self._engine.pending():
@@ -106,6 +119,7 @@ class ProgressEngine:
     def _acquire_progress(self) -> bool:
         """Acquire the progress lock, unless another caller holds it; the progress thread gives it up."""
         if self._progress_lock.acquire(blocking=False):
+            self._progress_owner = threading.get_ident()
             return True
         thread = self._thread
         if thread is None or self._progress_owner != thread.ident:
@@ -113,7 +127,10 @@ class ProgressEngine:
         self._waiters += 1
         try:
             self._waker.wake()
-            return self._progress_lock.acquire(timeout=_TICK_S)
+            if not self._progress_lock.acquire(timeout=_TICK_S):
+                return False
+            self._progress_owner = threading.get_ident()
+            return True
         finally:
             self._waiters -= 1
 
@@ -122,13 +139,15 @@ class ProgressEngine:
         with self._lock:
             if self._thread_active or self._closed:
                 return
-            self._thread_active = True
-            if self._thread is None:
+            if self._thread is None or self._thread.ident is None:  # its start may have been interrupted
                 self._thread = threading.Thread(target=self._work, name="unicoll-messages", daemon=True)
                 self._thread.start()
-        self._wakeups.put(True)
+            self._wakeups.put(True)
+            self._thread_active = True
 
     def _work(self) -> None:
+        if self._thread is not threading.current_thread():
+            return  # an interrupt of its start has left it to a second one
         try:
             self._serve()
         except BaseException as e:
@@ -214,12 +233,14 @@ class ProgressEngine:
             with lock:
                 if connection.closed:
                     return True
+                engine.unsure = True
                 try:
                     receive(buffer)
-                except BlockingIOError:
-                    continue
                 except (OSError, EOFError) as error:
-                    engine.drop_connection(peer, error)
+                    if not engine.connection_ended(connection, error):
+                        engine.unsure = False
+                        continue
+                engine.unsure = False
             return True
         return False
 
@@ -241,15 +262,17 @@ class ProgressEngine:
         with self._engine.lock:
             self._receive_from_ring(connection)
             if sender.outbox and not connection.closed:
-                sender.flush()
+                self._engine.change(sender.flush)
         return True
 
     def _receive_from_ring(self, connection: PeerConnection) -> None:
         if not connection.closed:
+            self._engine.unsure = True
             try:
                 connection.receiver.receive_shared()
             except OSError as error:
-                self._engine.drop_connection(connection.peer, error)
+                self._engine.connection_ended(connection, error)
+            self._engine.unsure = False
 
     def _receive_shared(self, awaited: bool) -> bool:
         """Receive what is in the rings; False if they are empty.

@@ -27,6 +27,7 @@ from gloo_fallback.shm.ring_buffer import RingReader
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 from unicoll.net.channel import Channel, Connection
+from unicoll.net.interrupts import raised_by_handler
 from unicoll.net.records import TamperedError
 
 if TYPE_CHECKING:
@@ -302,5 +303,7 @@ class MessageReceiver:
                 raise OSError(errno.EOPNOTSUPP, "UNICOLL_TRANSPORT=tcp")
             self.reader = self._sender.reader = RingReader(bytes(offer.view))
         except OSError as e:
+            if raised_by_handler(e):
+                raise
             error = e.errno or errno.EIO
         self._sender.control_frames += frame(ANSWER, error)

@@ -27,6 +27,7 @@ from gloo_fallback.shm.ring_buffer import CHUNK, RingReader, RingWriter
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 from unicoll.net.channel import Channel, Connection, within_a_host
+from unicoll.net.interrupts import raised_by_handler
 
 _DONTWAIT = socket.MSG_DONTWAIT
 _SYSCALL_BYTES = 1 << 20
@@ -140,10 +141,10 @@ class MessageSender:
         joined = message_header(code, tag, size) + flat.tobytes()
         try:
             sent = self._sock.send(joined, _DONTWAIT)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            sent, self.peer_closed = 0, True
+        except OSError as e:
+            if raised_by_handler(e):
+                raise
+            sent, self.peer_closed = 0, not isinstance(e, BlockingIOError)
         if sent < len(joined):
             self.remainder = memoryview(joined)[sent:]
             self._block(not self.peer_closed)
@@ -163,10 +164,11 @@ class MessageSender:
         try:
             while self._advance():
                 pass
-        except BlockingIOError:
-            blocked = True
-        except OSError:
-            self.peer_closed = True
+        except OSError as e:
+            if raised_by_handler(e):
+                raise
+            blocked = isinstance(e, BlockingIOError)
+            self.peer_closed = not blocked
         self._block(blocked)
 
     def _block(self, blocked: bool) -> None:
@@ -212,8 +214,8 @@ class MessageSender:
                 sent = self._sock.send(data, _DONTWAIT)
             else:
                 sent = self._sock.sendmsg([header, pending.view[:_SYSCALL_BYTES]], (), _DONTWAIT)
-        except BlockingIOError:
-            if not isinstance(self._sock, Channel):
+        except BlockingIOError as e:
+            if not isinstance(self._sock, Channel) or raised_by_handler(e):
                 raise
             sent = 0  # part of its record may have left, so it must be sent next
         self.remainder = memoryview(data)[sent:]
@@ -271,6 +273,8 @@ class MessageSender:
                 try:
                     self.writer = RingWriter()
                 except OSError as e:
+                    if raised_by_handler(e):
+                        raise
                     self._log(f"no shared memory is available ({e})")
                     return
                 self.control_frames += frame(OFFER, len(self.writer.offer)) + self.writer.offer

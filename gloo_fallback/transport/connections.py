@@ -17,6 +17,7 @@ from unicoll.backend.endpoint import Endpoint
 from unicoll.backend.group_state import TICK_S, GroupState
 from unicoll.errors import DistError, DistNetworkError, RankLostError
 from unicoll.net.channel import Channel, Connection
+from unicoll.net.interrupts import raised_by_handler
 from unicoll.net.links import given_up, unacknowledged
 from unicoll.net.records import TamperedError
 
@@ -260,6 +261,8 @@ class GroupConnections(Connections):
     def _connection_broken(self, peer: int, cause: Exception | None) -> NoReturn:
         """Raise the error for a connection that ended: a rank died, left the group, or failed and closed it."""
         context, state = self.context, self.state
+        if cause is not None and raised_by_handler(cause):
+            raise cause  # of a signal's handler, for example TimeoutError
         if isinstance(cause, TamperedError):
             assert state.call is not None
             state.fail(operation_errors.tampered_error(context, context.ranks[peer], cause, state.call))

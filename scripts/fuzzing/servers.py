@@ -224,7 +224,7 @@ class Store(Target):
 
     def _replied(self, call: Callable[[], Any], sent: bytes) -> bool:
         with pair(sent) as sock:
-            self._client._pool._idle[:] = [sock]
+            self._client._pool._users = {sock: None}
             try:
                 call()
             except DistError:
@@ -245,7 +245,7 @@ class Store(Target):
         return True
 
     def close(self) -> None:
-        self._client._pool._idle.clear()
+        self._client._pool._users.clear()
         self._client.close()
         self._good_end.close()
         self._driver.close()

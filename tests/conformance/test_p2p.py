@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +191,18 @@ def test_an_operation_that_is_done_as_a_tick_ends_is_no_timeout() -> None:
     room: Any = SimpleNamespace(pending=lambda: False)
     driver = ProgressEngine(room, spins=0)
     letter: Any = SimpleNamespace(completion=_DoneAsTimeRunsOut())
-    with driver._progress_lock:  # another thread drives
-        driver.until_done(letter)
+    acquired, ended = threading.Event(), threading.Event()
+
+    def drive() -> None:
+        with driver._progress_lock:
+            acquired.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    assert acquired.wait(60)
+    driver.until_done(letter)
+    ended.set()
+    thread.join()
     assert letter.completion.finished
     driver.close()

@@ -196,20 +196,45 @@ def calls_with(bad: Any) -> list[Callable[[Any], Any]]:
     ]
 
 
+def exceptions_of_an_argument() -> list[str]:
+    """An argument of rank 0 raises an exception that is no error of the library: the group fails on all ranks."""
+    bad_ones: list[Any] = [Raises(KeyboardInterrupt, "__dlpack_device__"), RaisesDlpack(MemoryError, "")]
+    bad_ones += [Raises(OSError, "__cuda_array_interface__")]
+    wrong = []
+    for bad in bad_ones:
+        for i, call in enumerate(calls_with(bad)):
+            group: Any = dist.new_group()
+            raised = [""]
+            if dist.get_rank() == 0:
+                try:
+                    call(group)
+                except BaseException as e:
+                    raised = ["refused" if isinstance(e, dist.DistError) else type(e).__name__]
+            dist.broadcast_object_list(raised, 0)
+            x = np.ones(3)
+            try:
+                group.all_reduce(x, timeout=20)
+                found = "refused" if (x == dist.get_world_size()).all() else "wrong"
+            except dist.GroupAbortedError as e:
+                found = raised[0] if raised[0] in str(e) and "rank 0 " in str(e) else str(e)
+            if found != raised[0]:
+                wrong.append(f"call {i} with {bad} raised {raised[0]}; then {found}")
+            dist.destroy_process_group(group)
+    return wrong
+
+
 def errors_of_one_rank() -> list[str]:
-    """Calls that fail on rank 0 before sending; then the group works, and its sequence numbers agree."""
+    """Calls that are refused on rank 0; then the group works, and its sequence numbers agree."""
     group: Any = dist.new_group()
     wrong = []
     if dist.get_rank() == 0:
-        bad_ones = [Raises(KeyboardInterrupt, "__dlpack_device__"), RaisesDlpack(MemoryError, "")]
-        bad_ones += [Raises(OSError, "__cuda_array_interface__"), np.ma.ones(3)]
-        for bad in bad_ones:
-            for i, call in enumerate(calls_with(bad)):
-                try:
-                    call(group)
-                    wrong.append(f"call {i} with {bad} was accepted")
-                except BaseException:
-                    continue
+        bad = np.ma.ones(3)
+        for i, call in enumerate(calls_with(bad)):
+            try:
+                call(group)
+                wrong.append(f"call {i} with {bad} was accepted")
+            except dist.DistArgumentError:
+                continue
     x = np.ones(3)
     group.all_reduce(x, timeout=20)
     assert (x == dist.get_world_size()).all()
@@ -240,40 +265,30 @@ def _broken(owner: Any, name: str, times: int) -> Callable[[], None]:
 
 
 def failures_inside() -> None:
-    """The backend fails on rank 0 before sending: for a blocking call the other ranks do not get the error."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group: Any = dist.new_group()
-    group.barrier()  # selects the transport
-    place = _before_sending(group._backends.for_device("cpu"))
-    x = np.ones(5, np.float32)
-    restore = _broken(*place, 2 if rank == 0 else 0)
-    try:
-        for _ in range(2):
-            if rank == 0:
-                try:
-                    group.all_reduce(x)
-                except MemoryError:
-                    continue
-                raise AssertionError("it did not fail")
-        group.all_reduce(x, timeout=20)
-        assert (x == size).all()
-        group.barrier(timeout=20)
-    finally:
-        restore()
-    dist.barrier()  # of another group: no rank is in a call of this group now
-    restore = _broken(*place, 1 if rank == 0 else 0)
-    error = ""
-    expected: type[Exception] = MemoryError if rank == 0 else dist.GroupAbortedError
-    try:
-        y = np.ones(7, np.int16)  # a signature without cached state
-        work = group.all_reduce(y, async_op=True, timeout=20)
-        work.wait()
-    except expected as e:
-        error = str(e)
-    finally:
-        restore()
-    assert "no room" in error
-    dist.destroy_process_group(group)
+    """The backend fails on rank 0 before sending: the other ranks get the error, in later calls, too."""
+    rank = dist.get_rank()
+    for async_op in (False, True):
+        group: Any = dist.new_group()
+        group.barrier()  # selects the transport
+        restore = _broken(*_before_sending(group._backends.for_device("cpu")), 1 if rank == 0 else 0)
+        expected: type[Exception] = MemoryError if rank == 0 else dist.GroupAbortedError
+        error = ""
+        try:
+            work = group.all_reduce(np.ones(5, np.float32), async_op=async_op, timeout=20)
+            if work is not None:
+                work.wait()
+        except expected as e:
+            error = str(e)
+        finally:
+            restore()
+        assert "no room" in error
+        try:
+            group.barrier(timeout=20)
+        except dist.GroupAbortedError as e:
+            error = str(e)
+        assert "rank 0 " in error
+        assert "MemoryError: no room" in error
+        dist.destroy_process_group(group)
 
 
 def _before_sending(backend: Any) -> tuple[Any, str]:

@@ -13,6 +13,7 @@ from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistError, GroupAbortedError, RankLostError
 from unicoll.net.control.departures import Departures
+from unicoll.net.interrupts import Changes
 
 
 def state_of(control: Any = None) -> GroupState:
@@ -85,7 +86,7 @@ class Control:
     """The control plane: announcements are echoed, and rank 2 may have ended."""
 
     def __init__(self, *, died: bool = False, failure: DistError | None = None) -> None:
-        departures = Departures(threading.Condition())
+        departures = Departures(Changes())
         if died:
             departures.record(2, "rank 2 died", "died")
         self.departed, self.left, self.died = departures.departed, departures.left, departures.died

@@ -65,7 +65,7 @@ class NoThread:
 
     def __exit__(self, *_: object) -> None:
         self._queue._wake_thread = self._wake  # type: ignore[method-assign]
-        self._queue._resume()
+        self._queue.resume()
 
 
 def test_a_waiting_thread_executes_the_next_call_itself(queue: OpQueue, execute: Executed) -> None:
@@ -211,7 +211,7 @@ def test_an_error_is_that_of_its_call_alone(queue: OpQueue, execute: Executed) -
 
 
 def test_when_the_group_has_failed_the_calls_behind_have_ended_with_the_wait(execute: Executed) -> None:
-    queue = OpQueue("unicoll-test", has_failed=lambda: True)
+    queue = OpQueue("unicoll-test", failure=lambda: DistError("failed"))
     execute.error = DistError("the group has failed")
     with NoThread(queue):
         works = [queue.post((a_call(),), execute) for _ in range(3)]

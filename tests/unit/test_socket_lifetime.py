@@ -73,8 +73,9 @@ def test_connections_of_a_group_are_not_closed_while_abort_shuts_them_down() -> 
 def test_a_connection_of_a_store_is_not_discarded_while_the_pool_closes() -> None:
     sock = SlowSocket()
     pool = ConnectionPool(["127.0.0.1"], 1, cast(Any, None), "127.0.0.1:1")
-    pool._all.add(cast(Any, sock))
-    assert_close_waits(sock, pool.close, lambda: pool.discard(cast(Any, sock)))
+    user = object()
+    pool._users[cast(Any, sock)] = user
+    assert_close_waits(sock, pool.close, lambda: pool.discard(user))
 
 
 class Idle(Server):

@@ -246,7 +246,7 @@ def test_pushed_values_end_the_waits_of_as_many_callers(
             pending = master._finalizer.peek()
             assert pending is not None
             return sum(len(clients) for clients in pending[2][1]._waiters.values())
-        return len(master._shared.changed._waiters)  # type: ignore[attr-defined]
+        return len(master._shared.changes._waiters)  # type: ignore[attr-defined]
 
     for ended in (1, 2, 3):
         if isinstance(master, FileStore):

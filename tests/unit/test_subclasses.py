@@ -185,8 +185,12 @@ def test_an_argument_error_is_raised_on_one_rank_only(pool: Callable[[int], Pool
     assert pool(2).run(jobs.errors_of_one_rank) == [[], []]
 
 
+def test_an_exception_of_an_argument_is_raised_on_all_ranks(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.exceptions_of_an_argument) == [[], []]
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_failure_before_sending_is_raised_on_one_rank_only(size: int, ways: Callable[[int], Pool]) -> None:
+def test_a_failure_before_sending_is_raised_on_all_ranks(size: int, ways: Callable[[int], Pool]) -> None:
     ways(size).run(jobs.failures_inside)
 
 

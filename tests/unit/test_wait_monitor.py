@@ -16,12 +16,13 @@ from unicoll.backend.wait_monitor import WaitMonitor, _Snapshot
 from unicoll.errors import DistError
 from unicoll.net.control.group_failures import GroupFailures
 from unicoll.net.control.wait_graph import MessageState
+from unicoll.net.interrupts import Changes
 
 
 def test_a_rank_whose_call_is_failing_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may already have the error, and wait for this rank in their next call: that is no deadlock."""
     sent: list[Any] = []
-    failures = GroupFailures(threading.Condition(), sent.append, bool)
+    failures = GroupFailures(Changes(), sent.append, bool)
     control = SimpleNamespace(announce_failure=failures.announce_failure)
     context = SimpleNamespace(name="g", ranks=(0, 1), job=SimpleNamespace(control=control))
     group = GroupState(cast(Any, context))

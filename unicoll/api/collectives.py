@@ -74,11 +74,15 @@ def broadcast(
         src: the source's global rank.
         group_src: the source's rank in the group; give this or ``src``.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    root = rank_in_group(pg, "broadcast", "src", src, group_src)
-    return pg.broadcast(tensor, src=root, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        root = rank_in_group(pg, "broadcast", "src", src, group_src)
+        return pg.broadcast(tensor, src=root, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("all_reduce")
@@ -96,10 +100,14 @@ def all_reduce(
         tensor: array of any shape, equal on all ranks; input and output.
         op: a :class:`~unicoll.arrays.types.ReduceOp`. Half-precision floats are accumulated in float32.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    return pg.all_reduce(tensor, op=op, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        return pg.all_reduce(tensor, op=op, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("reduce")
@@ -121,11 +129,15 @@ def reduce(
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
         group_dst: the destination's rank in the group; give this or ``dst``.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    root = rank_in_group(pg, "reduce", "dst", dst, group_dst)
-    return pg.reduce(tensor, dst=root, op=op, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        root = rank_in_group(pg, "reduce", "dst", dst, group_dst)
+        return pg.reduce(tensor, dst=root, op=op, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("all_gather")
@@ -144,10 +156,14 @@ def all_gather(
             entry i has as many elements as rank i's ``tensor``, on all ranks alike.
         tensor: this rank's input, of any shape.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    return pg.all_gather(tensor_list, tensor, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        return pg.all_gather(tensor_list, tensor, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("all_gather_into_tensor")
@@ -166,10 +182,14 @@ def all_gather_into_tensor(
             (``(n, d0, d1, ...)``), which have the same layout in memory.
         input_tensor: this rank's input ``(d0, d1, ...)``, of equal shape on all ranks.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    return pg.all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        return pg.all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("gather")
@@ -192,11 +212,15 @@ def gather(
         dst: the destination's global rank; 0 when neither it nor ``group_dst`` is given.
         group_dst: the destination's rank in the group.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    root = rank_in_group(pg, "gather", "dst", *root_or_zero(dst, group_dst))
-    return pg.gather(tensor, gather_list, dst=root, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        root = rank_in_group(pg, "gather", "dst", *root_or_zero(dst, group_dst))
+        return pg.gather(tensor, gather_list, dst=root, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("scatter")
@@ -219,11 +243,15 @@ def scatter(
         src: the source's global rank; 0 when neither it nor ``group_src`` is given.
         group_src: the source's rank in the group.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    root = rank_in_group(pg, "scatter", "src", *root_or_zero(src, group_src))
-    return pg.scatter(tensor, scatter_list, src=root, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        root = rank_in_group(pg, "scatter", "src", *root_or_zero(src, group_src))
+        return pg.scatter(tensor, scatter_list, src=root, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("reduce_scatter")
@@ -244,10 +272,14 @@ def reduce_scatter(
             has the same size on all ranks.
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    return pg.reduce_scatter(output, input_list, op=op, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        return pg.reduce_scatter(output, input_list, op=op, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("reduce_scatter_tensor")
@@ -267,10 +299,14 @@ def reduce_scatter_tensor(
         input: world size times the output's elements: the parts concatenated or stacked, in group order.
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    return pg.reduce_scatter_tensor(output, input, op=op, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        return pg.reduce_scatter_tensor(output, input, op=op, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("all_to_all")
@@ -288,10 +324,14 @@ def all_to_all(
         output_tensor_list: outputs, one per rank in group order; entry i is as large as what rank i sends here.
         input_tensor_list: inputs, one per rank in group order, of any sizes.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    return pg.all_to_all(output_tensor_list, input_tensor_list, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        return pg.all_to_all(output_tensor_list, input_tensor_list, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("all_to_all_single")
@@ -315,17 +355,21 @@ def all_to_all_single(
         input_split_sizes: rows that go to each rank; their sum is the input's dimension 0. None for equal parts. On
             NCCL, which compares nothing, all ranks give sizes or none does.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    return pg.all_to_all_single(
-        output,
-        input,
-        output_split_sizes=output_split_sizes,
-        input_split_sizes=input_split_sizes,
-        async_op=async_op,
-        timeout=timeout,
-    )
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        return pg.all_to_all_single(
+            output,
+            input,
+            output_split_sizes=output_split_sizes,
+            input_split_sizes=input_split_sizes,
+            async_op=async_op,
+            timeout=timeout,
+        )
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("scan")
@@ -343,10 +387,14 @@ def scan(
         tensor: array of any shape, equal on all ranks; input and output.
         op: a :class:`~unicoll.arrays.types.ReduceOp`. Not AVG and PREMUL_SUM, which MPI_Scan lacks: DistTypeError.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    return pg.scan(tensor, op=op, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        return pg.scan(tensor, op=op, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("exscan")
@@ -364,10 +412,14 @@ def exscan(
         tensor: array of any shape, equal on all ranks; input and output.
         op: a :class:`~unicoll.arrays.types.ReduceOp`. Not AVG and PREMUL_SUM, which MPI_Exscan lacks: DistTypeError.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return None
-    return pg.exscan(tensor, op=op, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return None
+        return pg.exscan(tensor, op=op, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("barrier")
@@ -382,10 +434,14 @@ def barrier(
     Args:
         device_ids: accepted because torch.distributed has it; the group knows its devices.
     """
-    pg = world.resolve(group)
-    if pg is None:
-        return None
-    return pg.barrier(async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group)
+        if pg is None:
+            return None
+        return pg.barrier(async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def monitored_barrier(
@@ -403,9 +459,13 @@ def monitored_barrier(
         RankLostError: a member of the group died.
         NotInitializedError: there is no default group.
     """
-    pg = world.resolve(group)
-    if pg is not None:
-        pg.monitored_barrier(timeout=timeout, wait_all_ranks=wait_all_ranks)
+    try:
+        pg = world.resolve(group)
+        if pg is not None:
+            pg.monitored_barrier(timeout=timeout, wait_all_ranks=wait_all_ranks)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 # --- several arrays as one operation ------------------------------------------------------------------------------
@@ -426,10 +486,14 @@ def all_reduce_coalesced(
         tensors: arrays of one element type; their number and shapes are equal on all ranks.
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
     """
-    pg = world.resolve(group)
-    if pg is None:
-        return None
-    return pg.all_reduce_coalesced(tensors, op=op, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group)
+        if pg is None:
+            return None
+        return pg.all_reduce_coalesced(tensors, op=op, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("broadcast")
@@ -449,11 +513,15 @@ def broadcast_coalesced(
         src: the source's global rank.
         group_src: the source's rank in the group; give this or ``src``.
     """
-    pg = world.resolve(group)
-    if pg is None:
-        return None
-    root = rank_in_group(pg, "broadcast_coalesced", "src", src, group_src)
-    return pg.broadcast_coalesced(tensors, src=root, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group)
+        if pg is None:
+            return None
+        root = rank_in_group(pg, "broadcast_coalesced", "src", src, group_src)
+        return pg.broadcast_coalesced(tensors, src=root, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("all_gather")
@@ -471,11 +539,15 @@ def all_gather_coalesced(
         output_tensor_lists: for each rank in group order a list of outputs, shaped as that rank's inputs.
         input_tensor_list: this rank's inputs; their number is equal on all ranks.
     """
-    pg = world.resolve(group)
-    if pg is None:
-        return None
-    by_input = _by_input(pg, output_tensor_lists, input_tensor_list)
-    return pg.all_gather_coalesced(by_input, input_tensor_list, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group)
+        if pg is None:
+            return None
+        by_input = _by_input(pg, output_tensor_lists, input_tensor_list)
+        return pg.all_gather_coalesced(by_input, input_tensor_list, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def _by_input(
@@ -507,12 +579,16 @@ def all_gather_into_tensor_coalesced(
         output_tensors: outputs, each of world size times the elements of its input.
         input_tensors: this rank's inputs; their number and shapes are equal on all ranks.
     """
-    pg = world.resolve(group)
-    if pg is None:
-        return None
-    return pg.all_gather_into_tensor_coalesced(
-        output_tensors, input_tensors, async_op=async_op, timeout=timeout
-    )
+    try:
+        pg = world.resolve(group)
+        if pg is None:
+            return None
+        return pg.all_gather_into_tensor_coalesced(
+            output_tensors, input_tensors, async_op=async_op, timeout=timeout
+        )
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 @documented("reduce_scatter_tensor")
@@ -532,10 +608,14 @@ def reduce_scatter_tensor_coalesced(
         inputs: inputs, each of world size times the elements of its output.
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
     """
-    pg = world.resolve(group)
-    if pg is None:
-        return None
-    return pg.reduce_scatter_tensor_coalesced(outputs, inputs, op=op, async_op=async_op, timeout=timeout)
+    try:
+        pg = world.resolve(group)
+        if pg is None:
+            return None
+        return pg.reduce_scatter_tensor_coalesced(outputs, inputs, op=op, async_op=async_op, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 # torch's other names

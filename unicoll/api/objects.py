@@ -63,26 +63,31 @@ def broadcast_object_list(
             not be loaded (where that happened).
         CollectiveMismatchError, OperationTimeoutError, RankLostError, NotInitializedError: as elsewhere.
     """
-    op = "broadcast_object_list"
-    pg = world.resolve(group)
-    if pg is None:
-        return
-    root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
-    clock = Deadline(timeout)
-    mine = Payload.of(pg, list(object_list), op) if pg.rank() == root or pg.job.fake else None
-    call = pg.object_seals.next_collective()  # after what can fail on this rank alone
-    header = mine.seal(pg, call).header() if mine else np.empty(HEADER.size, np.uint8)
-    pg.broadcast(header, src=root, timeout=clock.left())
-    sizes, bodies = read_headers(pg, header, [root], mine, op)
-    if bodies is None:
+    try:
+        op = "broadcast_object_list"
+        pg = world.resolve(group)
+        if pg is None:
+            return
+        root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
+        _check_list(pg, op, "object_list", object_list, 0)
+        clock = Deadline(timeout)
+        mine = Payload.of(pg, list(object_list), op) if pg.rank() == root or pg.job.fake else None
+        call = pg.object_seals.next_collective()  # after what can fail on this rank alone
+        header = mine.seal(pg, call).header() if mine else np.empty(HEADER.size, np.uint8)
+        pg.broadcast(header, src=root, timeout=clock.left())
+        sizes, bodies = read_headers(pg, header, [root], mine, op)
+        if bodies is None:
+            if mine is None:
+                body = np.empty(sizes[0], np.uint8)
+            else:
+                body = mine.body.copy() if pg.job.fake else mine.body  # with the backend fake an output
+            pg.broadcast(body, src=root, timeout=clock.left())
+            bodies = [body]
         if mine is None:
-            body = np.empty(sizes[0], np.uint8)
-        else:
-            body = mine.body.copy() if pg.job.fake else mine.body  # with the backend fake an output
-        pg.broadcast(body, src=root, timeout=clock.left())
-        bodies = [body]
-    if mine is None:
-        fill(pg, object_list, bodies[0], root, op, call)
+            fill(pg, object_list, bodies[0], root, op, call)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def all_gather_object(
@@ -99,18 +104,22 @@ def all_gather_object(
     Raises:
         DistError: as :func:`broadcast_object_list`.
     """
-    op = "all_gather_object"
-    pg = world.resolve(group)
-    if pg is None:
-        return
-    _check_list(pg, op, "object_list", object_list, pg.size())
-    clock = Deadline(timeout)
-    mine = Payload.of(pg, obj, op)
-    call = pg.object_seals.next_collective()
-    sizes, bodies = _exchange_headers(pg, mine.seal(pg, call), op, clock)
-    if bodies is None:
-        bodies = _all_bodies(pg, mine, sizes, clock)
-    fill_each(pg, object_list, bodies, op, call, mine)
+    try:
+        op = "all_gather_object"
+        pg = world.resolve(group)
+        if pg is None:
+            return
+        _check_list(pg, op, "object_list", object_list, pg.size())
+        clock = Deadline(timeout)
+        mine = Payload.of(pg, obj, op)
+        call = pg.object_seals.next_collective()
+        sizes, bodies = _exchange_headers(pg, mine.seal(pg, call), op, clock)
+        if bodies is None:
+            bodies = _all_bodies(pg, mine, sizes, clock)
+        fill_each(pg, object_list, bodies, op, call, mine)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def gather_object(
@@ -135,28 +144,32 @@ def gather_object(
     Raises:
         DistError: as :func:`broadcast_object_list`.
     """
-    op = "gather_object"
-    pg = world.resolve(group)
-    if pg is None:
-        return
-    root = rank_in_group(pg, op, "dst", *root_or_zero(dst, group_dst))
-    receiving = pg.rank() == root
-    if receiving:
-        _check_list(pg, op, "object_gather_list", object_gather_list, pg.size())
-    elif object_gather_list:
-        raise DistArgumentError(
-            f"{op}: object_gather_list is for the destination (rank {root} of the group) alone",
-            group=pg.group_name,
-            op=op,
-        )
-    clock = Deadline(timeout)
-    mine = Payload.of(pg, obj, op)
-    call = pg.object_seals.next_collective()
-    sizes, bodies = _exchange_headers(pg, mine.seal(pg, call), op, clock)
-    if bodies is None:
-        bodies = [*_gather_bodies(pg, mine.body, sizes, root, clock)]
-    if receiving and object_gather_list is not None:
-        fill_each(pg, object_gather_list, bodies, op, call, mine)
+    try:
+        op = "gather_object"
+        pg = world.resolve(group)
+        if pg is None:
+            return
+        root = rank_in_group(pg, op, "dst", *root_or_zero(dst, group_dst))
+        receiving = pg.rank() == root
+        if receiving:
+            _check_list(pg, op, "object_gather_list", object_gather_list, pg.size())
+        elif object_gather_list:
+            raise DistArgumentError(
+                f"{op}: object_gather_list is for the destination (rank {root} of the group) alone",
+                group=pg.group_name,
+                op=op,
+            )
+        clock = Deadline(timeout)
+        mine = Payload.of(pg, obj, op)
+        call = pg.object_seals.next_collective()
+        sizes, bodies = _exchange_headers(pg, mine.seal(pg, call), op, clock)
+        if bodies is None:
+            bodies = [*_gather_bodies(pg, mine.body, sizes, root, clock)]
+        if receiving and object_gather_list is not None:
+            fill_each(pg, object_gather_list, bodies, op, call, mine)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def scatter_object_list(
@@ -180,38 +193,42 @@ def scatter_object_list(
     Raises:
         DistError: as :func:`broadcast_object_list`.
     """
-    op = "scatter_object_list"
-    pg = world.resolve(group)
-    if pg is None:
-        return
-    root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
-    _check_list(pg, op, "scatter_object_output_list", scatter_object_output_list, 1)
-    clock = Deadline(timeout)
-    objects = None
-    if pg.rank() == root:
-        objects = _one_for_each_rank(pg, scatter_object_input_list, op)
-    elif pg.job.fake:
-        objects = [scatter_object_output_list[0]] * pg.size()
-    payloads = None if objects is None else [Payload.of(pg, obj, op) for obj in objects]
-    call = pg.object_seals.next_collective()
-    for rank, payload in enumerate(payloads or ()):
-        payload.seal(pg, call, rank)
-    # the first that failed, else the largest: if that is not small, all bodies follow
-    largest = max(payloads, key=lambda p: (p.error is not None, p.size)) if payloads else None
-    header = np.empty(HEADER.size, np.uint8)
-    headers = None
-    if payloads and largest:
-        headers = [p.header() if largest.is_small else largest.header() for p in payloads]
-        if pg.rank() != root:  # with the backend fake
-            header, headers = headers[pg.rank()], None
-    pg.scatter(header, headers, src=root, timeout=clock.left())
-    carried = read_headers(pg, header, [root], largest, op)[1]
-    if carried is None:
-        sizes = np.array([p.size for p in payloads] if payloads else [0] * pg.size(), np.int64)
-        pg.broadcast(sizes, src=root, timeout=clock.left())
-        bodies = [p.body for p in payloads] if payloads else []
-        carried = [_scatter_bodies(pg, bodies, [int(size) for size in sizes], root, clock)]
-    scatter_object_output_list[0] = load(pg, carried[0], root, op, call, pg.rank())
+    try:
+        op = "scatter_object_list"
+        pg = world.resolve(group)
+        if pg is None:
+            return
+        root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
+        _check_list(pg, op, "scatter_object_output_list", scatter_object_output_list, 1)
+        clock = Deadline(timeout)
+        objects = None
+        if pg.rank() == root:
+            objects = _one_for_each_rank(pg, scatter_object_input_list, op)
+        elif pg.job.fake:
+            objects = [scatter_object_output_list[0]] * pg.size()
+        payloads = None if objects is None else [Payload.of(pg, obj, op) for obj in objects]
+        call = pg.object_seals.next_collective()
+        for rank, payload in enumerate(payloads or ()):
+            payload.seal(pg, call, rank)
+        # the first that failed, else the largest: if that is not small, all bodies follow
+        largest = max(payloads, key=lambda p: (p.error is not None, p.size)) if payloads else None
+        header = np.empty(HEADER.size, np.uint8)
+        headers = None
+        if payloads and largest:
+            headers = [p.header() if largest.is_small else largest.header() for p in payloads]
+            if pg.rank() != root:  # with the backend fake
+                header, headers = headers[pg.rank()], None
+        pg.scatter(header, headers, src=root, timeout=clock.left())
+        carried = read_headers(pg, header, [root], largest, op)[1]
+        if carried is None:
+            sizes = np.array([p.size for p in payloads] if payloads else [0] * pg.size(), np.int64)
+            pg.broadcast(sizes, src=root, timeout=clock.left())
+            bodies = [p.body for p in payloads] if payloads else []
+            carried = [_scatter_bodies(pg, bodies, [int(size) for size in sizes], root, clock)]
+        scatter_object_output_list[0] = load(pg, carried[0], root, op, call, pg.rank())
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def send_list(pg: ProcessGroup, objects: Sequence[Any], dst: int, batched: bool, timeout: Timeout) -> None:

@@ -59,9 +59,13 @@ def send(
 
     MPI's counterpart: MPI_Send.
     """
-    pg = world.resolve(group, True)
-    if pg is not None and not _is_no_rank(dst, group_dst):
-        pg.send(tensor, dst=rank_in_group(pg, "send", "dst", dst, group_dst), tag=tag, timeout=timeout)
+    try:
+        pg = world.resolve(group, True)
+        if pg is not None and not _is_no_rank(dst, group_dst):
+            pg.send(tensor, dst=rank_in_group(pg, "send", "dst", dst, group_dst), tag=tag, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def recv(
@@ -94,13 +98,17 @@ def recv(
 
     MPI's counterpart: MPI_Recv.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return -1
-    if _is_no_rank(src, group_src):
-        return _nothing(status)
-    sender = _sender(pg, "recv", src, group_src)
-    return pg.global_rank(pg.recv(tensor, src=sender, tag=tag, status=status, timeout=timeout))
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return -1
+        if _is_no_rank(src, group_src):
+            return _nothing(status)
+        sender = _sender(pg, "recv", src, group_src)
+        return pg.global_rank(pg.recv(tensor, src=sender, tag=tag, status=status, timeout=timeout))
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def isend(
@@ -123,13 +131,17 @@ def isend(
 
     MPI's counterpart: MPI_Isend.
     """
-    pg = world.resolve(group)
-    if pg is None:
-        return None
-    if _is_no_rank(dst, group_dst):
-        return _ended("send", tensor)
-    receiver = rank_in_group(pg, "isend", "dst", dst, group_dst)
-    return pg.isend(tensor, dst=receiver, tag=tag, timeout=timeout)
+    try:
+        pg = world.resolve(group)
+        if pg is None:
+            return None
+        if _is_no_rank(dst, group_dst):
+            return _ended("send", tensor)
+        receiver = rank_in_group(pg, "isend", "dst", dst, group_dst)
+        return pg.isend(tensor, dst=receiver, tag=tag, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def irecv(
@@ -152,14 +164,18 @@ def irecv(
 
     MPI's counterpart: MPI_Irecv.
     """
-    pg = world.resolve(group)
-    if pg is None:
-        return None
-    if _is_no_rank(src, group_src):
-        _nothing(status)
-        return _ended("recv", tensor)
-    sender = _sender(pg, "irecv", src, group_src)
-    return pg.irecv(tensor, src=sender, tag=tag, status=status, timeout=timeout)
+    try:
+        pg = world.resolve(group)
+        if pg is None:
+            return None
+        if _is_no_rank(src, group_src):
+            _nothing(status)
+            return _ended("recv", tensor)
+        sender = _sender(pg, "irecv", src, group_src)
+        return pg.irecv(tensor, src=sender, tag=tag, status=status, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def sendrecv(
@@ -189,19 +205,23 @@ def sendrecv(
 
     Raises the errors of :func:`send` and :func:`recv`. MPI's counterpart: MPI_Sendrecv.
     """
-    pg = world.resolve(group, True)
-    if pg is None:
-        return -1
-    batch: list[tuple[bool, Array, int | None, int | None]] = []
-    if not _is_no_rank(dst, group_dst):
-        batch.append((True, sendtensor, rank_in_group(pg, "sendrecv", "dst", dst, group_dst), sendtag))
-    receives = not _is_no_rank(src, group_src)
-    if receives:
-        batch.append((False, recvtensor, _sender(pg, "sendrecv", src, group_src), recvtag))
-    works = pg.batch_isend_irecv(batch, status=status, timeout=timeout)
-    for work in works:
-        work.wait()
-    return pg.global_rank(works[-1].source_rank()) if receives else _nothing(status)
+    try:
+        pg = world.resolve(group, True)
+        if pg is None:
+            return -1
+        batch: list[tuple[bool, Array, int | None, int | None]] = []
+        if not _is_no_rank(dst, group_dst):
+            batch.append((True, sendtensor, rank_in_group(pg, "sendrecv", "dst", dst, group_dst), sendtag))
+        receives = not _is_no_rank(src, group_src)
+        if receives:
+            batch.append((False, recvtensor, _sender(pg, "sendrecv", src, group_src), recvtag))
+        works = pg.batch_isend_irecv(batch, status=status, timeout=timeout)
+        for work in works:
+            work.wait()
+        return pg.global_rank(works[-1].source_rank()) if receives else _nothing(status)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def probe(
@@ -234,11 +254,15 @@ def probe(
 
     MPI's counterpart: MPI_Probe.
     """
-    pg = world.member(group, "probe")
-    if _is_no_rank(src, group_src):
-        _nothing(status := Status())
-        return status
-    return pg.probe(_sender(pg, "probe", src, group_src), tag, timeout=timeout)
+    try:
+        pg = world.member(group, "probe")
+        if _is_no_rank(src, group_src):
+            _nothing(status := Status())
+            return status
+        return pg.probe(_sender(pg, "probe", src, group_src), tag, timeout=timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def iprobe(
@@ -251,11 +275,15 @@ def iprobe(
 
     MPI's counterpart: MPI_Iprobe.
     """
-    pg = world.member(group, "iprobe")
-    if _is_no_rank(src, group_src):
-        _nothing(status := Status())
-        return status
-    return pg.iprobe(_sender(pg, "iprobe", src, group_src), tag)
+    try:
+        pg = world.member(group, "iprobe")
+        if _is_no_rank(src, group_src):
+            _nothing(status := Status())
+            return status
+        return pg.iprobe(_sender(pg, "iprobe", src, group_src), tag)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 class P2POp:
@@ -323,20 +351,26 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout: Timeout = None) 
 
     NCCL's counterpart: sends and receives between ncclGroupStart and ncclGroupEnd.
     """
-    for entry in p2p_op_list:
-        if not isinstance(entry, P2POp):
-            raise DistTypeError(f"batch_isend_irecv: p2p_op_list holds {entry!r}, which is not a P2POp")
-        if entry.group is not p2p_op_list[0].group:
-            raise DistArgumentError("batch_isend_irecv: all entries of p2p_op_list must be of one group")
-    pg = p2p_op_list[0].group if p2p_op_list else None
-    if pg is None:
-        return []
-    batch = [
-        (entry.op is isend, entry.tensor, entry.group_peer, entry.tag)
-        for entry in p2p_op_list
-        if not _is_no_rank(entry.peer, entry.group_peer)
-    ]
-    return pg.batch_isend_irecv(batch, timeout=timeout)
+    try:
+        for entry in p2p_op_list:
+            if not isinstance(entry, P2POp):
+                raise DistTypeError(f"batch_isend_irecv: p2p_op_list holds {entry!r}, which is not a P2POp")
+            if entry.group is not p2p_op_list[0].group:
+                raise DistArgumentError("batch_isend_irecv: all entries of p2p_op_list must be of one group")
+        pg = p2p_op_list[0].group if p2p_op_list else None
+        if pg is None:
+            return []
+        batch = [
+            (entry.op is isend, entry.tensor, entry.group_peer, entry.tag)
+            for entry in p2p_op_list
+            if not _is_no_rank(entry.peer, entry.group_peer)
+        ]
+        return pg.batch_isend_irecv(batch, timeout=timeout)
+    except BaseException as e:
+        for entry in p2p_op_list[:1]:
+            if isinstance(entry, P2POp) and entry.group is not None:
+                entry.group.interrupted(e)
+        raise
 
 
 def send_object_list(
@@ -366,12 +400,16 @@ def send_object_list(
         PickleRefusedError, DistError: an object cannot be serialised; the receiver raises too.
         DistError: as :func:`send`.
     """
-    from unicoll.api import objects
+    try:
+        from unicoll.api import objects
 
-    pg = world.resolve(group)
-    if pg is not None:
-        receiver = rank_in_group(pg, "send_object_list", "dst", dst, group_dst)
-        objects.send_list(pg, object_list, receiver, use_batch, timeout)
+        pg = world.resolve(group)
+        if pg is not None:
+            receiver = rank_in_group(pg, "send_object_list", "dst", dst, group_dst)
+            objects.send_list(pg, object_list, receiver, use_batch, timeout)
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def recv_object_list(
@@ -400,13 +438,17 @@ def recv_object_list(
         PickleRefusedError, DistError: an object could not be serialised there or loaded here.
         DistError: as :func:`recv`.
     """
-    from unicoll.api import objects
+    try:
+        from unicoll.api import objects
 
-    pg = world.resolve(group)
-    if pg is None:
-        return -1
-    sender = _sender(pg, "recv_object_list", src, group_src)
-    return pg.global_rank(objects.recv_list(pg, object_list, sender, use_batch, timeout))
+        pg = world.resolve(group)
+        if pg is None:
+            return -1
+        sender = _sender(pg, "recv_object_list", src, group_src)
+        return pg.global_rank(objects.recv_list(pg, object_list, sender, use_batch, timeout))
+    except BaseException as e:
+        world.interrupted(group, e)
+        raise
 
 
 def waitany(works: Sequence[Work | None], timeout: Timeout = None) -> int:

@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import unicoll.group as group
+from unicoll.backend.interrupts import leaves_doubt
 from unicoll.errors import DistArgumentError, DistError, DistTypeError, NotInitializedError
 from unicoll.group import backend_choice, registry
 from unicoll.group.arguments import as_integer
@@ -74,6 +75,19 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
     if not hasattr(pg, "size"):  # duck typing: torch's groups over ours, and test doubles
         raise DistTypeError(f"group: expected a process group, got {pg!r}")
     return getattr(pg, "_function_view", pg) if by_function else pg
+
+
+def interrupted(pg: Any, error: BaseException) -> None:
+    """Fail the group of a function's argument if ``error``, which ends the function, leaves its state unknown.
+
+    A signal's handler may raise before the call has reached the group, too: a program that catches that and goes on
+    makes one call less than the other ranks.
+    """
+    if leaves_doubt(error):
+        found = pg if pg is not None else _job.default if _job is not None else None
+        fail = getattr(found, "interrupted", None)
+        if fail is not None:
+            fail(error)
 
 
 def enter(job: Job) -> None:

@@ -92,7 +92,10 @@ class GroupState:
     def announce(self, error: DistError) -> None:
         """Fail the group on all ranks, with ``error`` or the one of another rank that came first."""
         if self.error is None:
-            self.abort(operation_errors.announce(self.context, error))
+            try:
+                error = operation_errors.announce(self.context, error)
+            finally:  # also if a signal's handler ends the wait for the answer
+                self.abort(error)
 
     def fail(self, error: DistError) -> NoReturn:
         """:meth:`announce`, and raise the error that all ranks raise."""

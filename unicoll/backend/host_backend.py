@@ -87,7 +87,7 @@ class HostBackend(ObservedBackend):
     ) -> None:
         super().__init__(context, state)
         state = self.state
-        self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, lambda: state.error is not None)
+        self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, lambda: state.error)
         self._departed: dict[int, float] = {}  # ranks that are lost, and when a waiting call first saw that
         self._p2p: MessageEngine
         if p2p is not None:
@@ -222,11 +222,13 @@ class HostBackend(ObservedBackend):
     def fail(self, error: DistError) -> NoReturn:
         """End the group with an error: announce it to all members, and raise the one that all of them raise."""
         if self.state.error is None:
-            error = operation_errors.announce(self.context, error)
             # a subclass may wake what waits; messages end on the control thread, since a callback of them could wait
             # for the call that fails here
             abort = self.state.abort if type(self).abort is HostBackend.abort else self.abort
-            abort(error)
+            try:
+                error = operation_errors.announce(self.context, error)
+            finally:  # also if a signal's handler ends the wait for the answer
+                abort(error)
         self.state.fail(error)
 
     def give_up(self, call: Call, cause: BaseException) -> None:
@@ -237,7 +239,10 @@ class HostBackend(ObservedBackend):
             pass  # for the other ranks; this one raises the cause
 
     def withdraw_or_give_up(self, call: Call, cause: BaseException, begun: bool) -> bool:
-        """After an exception in a call: take its number back if nothing of it was sent, else fail the group.
+        """After an exception in a call: take the number of a refused one back if nothing of it was sent.
+
+        An exception that is not the library's fails the group, also if nothing was sent: a program that goes on after
+        it makes one call less than the other ranks.
 
         Args:
             begun: True if something of the call may have been sent.
@@ -245,10 +250,9 @@ class HostBackend(ObservedBackend):
         Returns:
             True if the number was taken back: as if the call had not been made.
         """
-        if not begun and self.queue.withdraw(call):
-            return True
-        if not isinstance(cause, DistError):
-            self.give_up(call, cause)
+        if isinstance(cause, DistError):
+            return not begun and self.queue.withdraw(call)
+        self.give_up(call, cause)
         return False
 
     def check(self, call: Call, deadline: float) -> None:
@@ -291,6 +295,7 @@ class HostBackend(ObservedBackend):
     def abort(self, error: Exception) -> None:
         super().abort(error)
         self._p2p.abort()
+        self.queue.resume()  # an interrupt may have kept a thread from doing so
 
     # --- shutdown ----------------------------------------------------------------------------------------------------
 

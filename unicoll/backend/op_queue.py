@@ -3,6 +3,9 @@
 Asynchronous calls, and those that wait for others, run on the queue's thread. A thread that waits for the next one
 executes it itself if the queue's thread has not begun yet, which saves two switches of threads. The callbacks of a call
 run on the thread that has executed it.
+
+A signal's handler may raise an exception on a user's thread after each call of a C function and at the beginning of
+each Python function. So no state is set outside of the ``try`` that takes it back.
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ _POLL_S, _LONGEST_POLL_S = 1e-4, 1e-3
 """Pauses between looks at the queue if a waiting thread has executed the call for which the thread was woken."""
 _POLLED_S = 2e-3
 """How long the thread looks at the queue after the last call that was posted."""
+_TICK_S = 0.1
+"""How often a thread that waits for its turn checks whether the group has failed, and the deadline."""
+_SLACK_S = 1.0
+"""How long a call may take longer than its timeout: it fails on all ranks first."""
 
 log = logging.getLogger("unicoll")
 
@@ -40,7 +47,7 @@ class OpQueue:
         name: of the thread for asynchronous calls, which starts with the first of them.
         on_failure: called on the thread with the exception that ends it; fails the group, and returns the error that
             pending and later calls raise. None: they raise a DistError.
-        has_failed: True once every later call raises at once.
+        failure: the error that every later call raises at once; None while the group works.
 
     Attributes:
         sequence: number of the last call accepted, from 1.
@@ -51,16 +58,16 @@ class OpQueue:
         self,
         name: str,
         on_failure: Callable[[BaseException], BaseException] | None = None,
-        has_failed: Callable[[], bool] = lambda: False,
+        failure: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self.sequence = 0
         self.in_background = False
         self._name = name
         self._on_failure = on_failure
-        self._has_failed = has_failed
+        self._failure = failure
         self._dead: BaseException | None = None  # what calls raise once the thread has died
         self._lock = threading.Lock()
-        self._busy = False  # a call is being executed
+        self._busy: Call | None = None  # the call that is being executed, or the first of a posted batch
         self._queue: deque[tuple[HostCompletion, Execute]] = deque()
         self._running: HostCompletion | None = None  # the posted batch that is being executed
         self._server = 0  # the thread that executes it, or runs its callbacks
@@ -79,28 +86,62 @@ class OpQueue:
             self._nest((call,))
             execute(call)
             return
-        with self._lock:
-            if self._dead is not None:
-                raise self._dead
-            self.sequence = call.seq = self.sequence + 1
-            if self._busy or self._queue:
-                completion = HostCompletion((call,))
-                self._queue.append((completion, execute))
-                if not self._busy:  # the call before ended since, and may have seen an empty queue
-                    self._wake_thread()
-            else:
-                self._busy = True
-                completion = None
-        if completion is not None:
-            completion.wait(None)
-            return
+        completion = None
+        mine = False
         try:
-            execute(call)
+            with self._lock:
+                if self._dead is not None:
+                    raise self._dead
+                self.sequence = call.seq = self.sequence + 1
+                if self._busy is None and not self._queue:
+                    self._busy, mine = call, True
+                else:
+                    completion = HostCompletion((call,))
+                    self._queue.append((completion, execute))
+                    if self._busy is None:  # the call before ended since, and may have seen an empty queue
+                        self._wake_thread()
+            if mine:
+                execute(call)
         finally:
-            # without the lock: a thread that queues a call reads _busy afterwards, so one of the two sees the other
-            self._busy = False
-            if self._queue:
-                self._resume()
+            if mine:
+                # without the lock: a thread that queues a call reads _busy afterwards, so one of the two sees the other
+                self._busy = None
+                if self._queue:
+                    self.resume()
+        if completion is not None:
+            self._await_turn(completion)
+
+    def _await_turn(self, completion: HostCompletion) -> None:
+        """Wait for a blocking call that is queued, until the group fails or the calls before it should have ended.
+
+        Whatever became of the threads that execute those, it does not wait longer.
+        """
+        call, before, until = completion.calls[0], None, 0.0
+
+        def check() -> None:
+            nonlocal before, until
+            now, error = time.monotonic(), self._failure()
+            if self._busy is not before or not until:
+                before = self._busy
+                until = now + max(call.timeout, before.timeout if before is not None else 0.0) + _SLACK_S
+            if error is None and now >= until:
+                first = before.describe_with_number() if before is not None else "a call"
+                error = self._fail(
+                    TimeoutError(f"{first} does not end, and {call.describe_with_number()} waits for it")
+                )
+            if error is not None:
+                self._drop(completion, error)
+
+        completion.wait_checking(check, _TICK_S)
+
+    def _drop(self, completion: HostCompletion, error: BaseException) -> None:
+        """End a call with an error if it is still queued."""
+        with self._lock:
+            queued = [entry for entry in self._queue if entry[0] is completion]
+            for entry in queued:
+                self._queue.remove(entry)
+        if queued:
+            completion.finish(error)
 
     def post(self, calls: tuple[Call, ...], execute: Execute, on_thread: bool = False) -> HostCompletion:
         """Execute calls in the background, in order; in a callback of the group's own work as :meth:`run` does.
@@ -121,7 +162,7 @@ class OpQueue:
                 self.sequence = call.seq = self.sequence + 1
             self._queue.append((completion, execute))
             self._posted += 1
-            if not self._busy:
+            if self._busy is None:
                 self._wake_thread()
         return completion
 
@@ -130,40 +171,45 @@ class OpQueue:
 
         If the group fails in it, the batches behind it have ended, too, when the caller gets the error.
         """
-        with self._lock:
-            if (
-                self._busy
-                or not self._queue
-                or self._queue[0][0] is not completion
-                or completion.has_callbacks
-            ):
-                return
-            self._busy = True
-            self._waiters_executing += 1  # the next one may begin before this one has returned
-            execute = self._queue.popleft()[1]
-            self._running = completion
+        mine = False
         try:
+            with self._lock:
+                if (
+                    self._busy is not None
+                    or not self._queue
+                    or self._queue[0][0] is not completion
+                    or completion.has_callbacks
+                ):
+                    return
+                execute = self._queue[0][1]
+                self._busy, self._running, mine = completion.calls[0], completion, True
+                self._waiters_executing += 1  # the next one may begin before this one has returned
+                self._queue.popleft()
             self._execute(completion, execute)
-            while self._queue and completion.exception() is not None and self._has_failed():
+            while self._queue and completion.exception() is not None and self._failure() is not None:
                 with self._lock:
                     if not self._queue:
                         break
-                    completion, execute = self._queue.popleft()
+                    completion, execute = self._queue[0]
                     self._running = completion
+                    self._queue.popleft()
                 self._execute(completion, execute)
         except BaseException as e:  # outside the calls, where a signal's handler may raise
-            if not completion.done():
+            if mine and not completion.done():
                 self.abandon(self._fail(e))
             if not isinstance(e, Exception):
                 raise
         finally:
-            self._running = None
-            self._server = 0
-            self._busy = False
-            if self._queue:
-                self._resume()
-            with self._lock:
-                self._waiters_executing -= 1
+            if mine:
+                self._running = None
+                self._server = 0
+                self._busy = None
+                try:
+                    if self._queue:
+                        self.resume()
+                finally:
+                    with self._lock:
+                        self._waiters_executing -= 1
 
     def withdraw(self, call: Call) -> bool:
         """Take back the number of the call that is being executed, of which nothing was sent.
@@ -216,9 +262,9 @@ class OpQueue:
     def idle(self, timeout: float) -> bool:
         """True if no call is being executed or queued, waiting up to ``timeout`` seconds for that."""
         deadline = time.monotonic() + timeout
-        while (self._busy or self._queue) and time.monotonic() < deadline:
+        while (self._busy is not None or self._queue) and time.monotonic() < deadline:
             time.sleep(0.001)
-        return not (self._busy or self._queue)
+        return self._busy is None and not self._queue
 
     def _nest(self, calls: tuple[Call, ...]) -> None:
         """Number calls made in a callback, which the thread runs between two operations: next after the first of them.
@@ -235,28 +281,30 @@ class OpQueue:
                 call.seq = number + i
             self.sequence += len(calls)
 
-    def _resume(self) -> None:
-        """Wake the thread for queued calls, unless a call is being executed."""
+    def resume(self) -> None:
+        """Wake the thread for queued calls, unless a call is being executed; also if that was interrupted before."""
         with self._lock:
-            if self._queue and not self._busy:
+            if self._queue and self._busy is None:
                 self._wake_thread()
 
     def _wake_thread(self) -> None:
-        if self._thread is None:
+        if self._thread is None or self._thread.ident is None:  # its start may have been interrupted
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
         if not self._woken:
-            self._woken = True
             self._wake.put(True)
+            self._woken = True
 
     def _work(self) -> None:
+        if self._thread is not threading.current_thread():
+            return  # an interrupt of its start has left it to a second one
         try:
             self._serve()
         except BaseException as e:
             error = self._fail(e)
             with self._lock:
                 self._dead = error
-                self._busy = False
+                self._busy = None
                 self._server = 0
             self.abandon(error)
 
@@ -279,16 +327,16 @@ class OpQueue:
     def _drain(self) -> bool:
         """Execute what is queued, unless a call is being executed; True if there was something."""
         with self._lock:
-            if self._busy or not self._queue:
+            if self._busy is not None or not self._queue:
                 return False
-            self._busy = True
+            self._busy = self._queue[0][0].calls[0]
         while True:
             with self._lock:
                 if not self._queue:
-                    self._busy = False
+                    self._busy = None
                     return True
                 completion, execute = self._queue.popleft()
-                self._running = completion
+                self._running, self._busy = completion, completion.calls[0]
             self.in_background = True
             try:
                 self._execute(completion, execute)

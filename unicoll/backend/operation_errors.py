@@ -88,7 +88,7 @@ def call_failed_error(context: Context, call: Call, cause: BaseException) -> Gro
     )
 
 
-def member_failed_error(context: Context, what: str, cause: BaseException) -> GroupAbortedError:
+def member_failed_error(context: Context, what: str, cause: BaseException) -> DistError:
     """The error that the other ranks raise after ``what``, which all members do together, has failed on this one."""
     return GroupAbortedError(
         f"{context.who(context.rank)} failed while {what} group {context.name!r}: {_described(cause)}",

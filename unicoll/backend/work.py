@@ -117,18 +117,30 @@ class HostCompletion(Completion):
         self._took = now - self.begun
         self._error = error
         self._done = True
-        self.before_wait = None  # it keeps the group alive
-        flight_recorder.end(self._entries, error)
-        self._done_lock.release()
-        if not self._callbacks:
-            return
+        try:
+            self.before_wait = None  # it keeps the group alive
+            flight_recorder.end(self._entries, error)
+        finally:
+            try:
+                self._done_lock.release()
+            except RuntimeError:
+                pass  # see _acquire
+        if self._callbacks:
+            self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
         with entered(NotBlocked()):
             while self._callbacks:
                 try:
-                    callback = self._callbacks.pop()
-                except IndexError:  # another thread took the last one
-                    break
-                callback()
+                    callback = self._callbacks[-1]
+                    self._callbacks.remove(callback)
+                except (IndexError, ValueError):  # another thread took it
+                    continue
+                try:
+                    callback()
+                except BaseException:  # of a signal's handler: the others are called, too
+                    self._run_callbacks()
+                    raise
 
     def done(self) -> bool:
         return self._done
@@ -143,17 +155,41 @@ class HostCompletion(Completion):
                 if (before_wait := self.before_wait) is not None:
                     before_wait(self)
                 if not self._done:
-                    self._done_lock.acquire()
-                    self._done_lock.release()
+                    self._acquire(-1)
             finally:
                 entries.remove(entry)
         if self._error is not None:
             raise self._error
 
+    def wait_checking(self, check: Callable[[], None], seconds: float) -> None:
+        """:meth:`wait` that calls a function every ``seconds``."""
+        entry = (get_ident(), self)
+        try:
+            entries.append(entry)
+            while not self._done and not self._acquire(seconds):
+                check()
+        finally:
+            entries.remove(entry)
+        if self._error is not None:
+            raise self._error
+
+    def _acquire(self, seconds: float) -> bool:
+        """Wait until the batch has ended, for ``seconds`` at most unless negative; True if it has."""
+        acquired = None
+        try:
+            acquired = self._done_lock.acquire(timeout=seconds)
+            return acquired
+        finally:
+            # A signal's handler may have raised after the lock was acquired. If it was not, this releases it once too
+            # often, so that two waiting threads go on at once.
+            if acquired is not False and self._done:
+                try:
+                    self._done_lock.release()
+                except RuntimeError:
+                    pass
+
     def _wait_until(self, timeout: float) -> None:
-        if self._done:
-            return
-        if not self._done_lock.acquire(timeout=max(0.0, timeout)):
+        if not self._done and not self._acquire(max(0.0, timeout)):
             call = self.calls[0]
             raise OperationTimeoutError(
                 f"{call.describe_with_number()} was not done after waiting {timeout:g} s;"
@@ -161,7 +197,6 @@ class HostCompletion(Completion):
                 op=call.op.name,
                 seq=call.seq,
             )
-        self._done_lock.release()
 
     def exception(self) -> BaseException | None:
         return self._error

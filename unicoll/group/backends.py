@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from unicoll.arrays.types import EXACT
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
-from unicoll.backend.operation_errors import announce
+from unicoll.backend.interrupts import leaves_doubt
+from unicoll.backend.operation_errors import announce, member_failed_error
 from unicoll.backend.options import compression_of, wants_exact_sums, wants_order
 from unicoll.errors import (
     BackendUnavailableError,
@@ -253,6 +254,19 @@ class GroupBackends:
     def fail(self, error: DistError) -> None:
         """End the group with an error, on all members."""
         self.abort(announce(self._context, error))
+
+    def interrupted(self, cause: BaseException, operation: str) -> None:
+        """End the group on all members if ``cause``, which ends a call of it, leaves its state unknown.
+
+        The other ranks may be in the call, and would else take this rank's next one for it.
+        """
+        if not leaves_doubt(cause) or self.closed:
+            return
+        error = member_failed_error(self._context, f"in {operation} of", cause)
+        try:
+            error = announce(self._context, error)
+        finally:  # a second interrupt may end the wait for the first error of the group
+            self.abort(error)
 
     def abort(self, error: Exception) -> None:
         """End the group with an error, on this rank."""

@@ -15,6 +15,7 @@ from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context, Job, Tracker
 from unicoll.backend.flight_recorder import CallKind, PendingEntry
 from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.interrupts import mark_unchanged
 from unicoll.backend.ops import Arity
 from unicoll.backend.thread_activity import NotBlocked, entered
 from unicoll.backend.work import Completion
@@ -209,6 +210,8 @@ class HookedBackend(Backend):
                 earlier = self._hooks[:place]
                 self._call([each.returned for each in earlier if each.returned is not None], record)
                 self._end(record, 0, e, [each.after for each in earlier if each.after is not None])
+                if isinstance(e, Exception):  # the hook refuses the call
+                    mark_unchanged(e)
                 raise
         record.inputs, record.outputs = [], []
         record.started = monotonic()

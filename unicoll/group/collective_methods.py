@@ -43,9 +43,15 @@ def broadcast(
     timeout: Timeout = None,
 ) -> Work | None:
     """``tensor`` of member ``src`` to all, in place; same shape and dtype everywhere (MPI_Bcast)."""
-    buffers = (as_buffer(tensor, "broadcast: tensor"),)
-    outputs: Buffers = () if src == self._context.rank else buffers
-    return self._dispatcher.start(self._settings, _BROADCAST, buffers, outputs, async_op, timeout, root=src)
+    try:
+        buffers = (as_buffer(tensor, "broadcast: tensor"),)
+        outputs: Buffers = () if src == self._context.rank else buffers
+        return self._dispatcher.start(
+            self._settings, _BROADCAST, buffers, outputs, async_op, timeout, root=src
+        )
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def all_reduce(
@@ -57,8 +63,12 @@ def all_reduce(
     timeout: Timeout = None,
 ) -> Work | None:
     """Reduce element by element over all members, in place, the same bits on every rank (MPI_Allreduce)."""
-    buffers = (as_buffer(tensor, "all_reduce: tensor"),)
-    return self._dispatcher.start(self._settings, _ALL_REDUCE, buffers, buffers, async_op, timeout, op)
+    try:
+        buffers = (as_buffer(tensor, "all_reduce: tensor"),)
+        return self._dispatcher.start(self._settings, _ALL_REDUCE, buffers, buffers, async_op, timeout, op)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def reduce(
@@ -71,9 +81,15 @@ def reduce(
     timeout: Timeout = None,
 ) -> Work | None:
     """Reduce over all members to ``dst``, in place there; elsewhere ``tensor`` is left as it is (MPI_Reduce)."""
-    buffers = (as_buffer(tensor, "reduce: tensor"),)
-    outputs: Buffers = buffers if dst == self._context.rank else ()
-    return self._dispatcher.start(self._settings, _REDUCE, buffers, outputs, async_op, timeout, op, root=dst)
+    try:
+        buffers = (as_buffer(tensor, "reduce: tensor"),)
+        outputs: Buffers = buffers if dst == self._context.rank else ()
+        return self._dispatcher.start(
+            self._settings, _REDUCE, buffers, outputs, async_op, timeout, op, root=dst
+        )
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def all_gather(
@@ -85,9 +101,13 @@ def all_gather(
     timeout: Timeout = None,
 ) -> Work | None:
     """``tensor_list[i]`` becomes member i's ``tensor``, on all; sizes may differ by member (MPI_Allgatherv)."""
-    inputs = (as_buffer(tensor, "all_gather: tensor"),)
-    outputs = buffers_of("all_gather: tensor_list", tensor_list)
-    return self._dispatcher.start(self._settings, _ALL_GATHER, inputs, outputs, async_op, timeout)
+    try:
+        inputs = (as_buffer(tensor, "all_gather: tensor"),)
+        outputs = buffers_of("all_gather: tensor_list", tensor_list)
+        return self._dispatcher.start(self._settings, _ALL_GATHER, inputs, outputs, async_op, timeout)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def all_gather_into_tensor(
@@ -99,9 +119,15 @@ def all_gather_into_tensor(
     timeout: Timeout = None,
 ) -> Work | None:
     """``output`` becomes all members' ``input``, one after another (MPI_Allgather)."""
-    inputs = (as_buffer(input, "all_gather_into_tensor: input"),)
-    outputs = (as_buffer(output, "all_gather_into_tensor: output"),)
-    return self._dispatcher.start(self._settings, _ALL_GATHER_INTO_TENSOR, inputs, outputs, async_op, timeout)
+    try:
+        inputs = (as_buffer(input, "all_gather_into_tensor: input"),)
+        outputs = (as_buffer(output, "all_gather_into_tensor: output"),)
+        return self._dispatcher.start(
+            self._settings, _ALL_GATHER_INTO_TENSOR, inputs, outputs, async_op, timeout
+        )
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def gather(
@@ -114,10 +140,14 @@ def gather(
     timeout: Timeout = None,
 ) -> Work | None:
     """``gather_list[i]`` of ``dst`` becomes member i's ``tensor``, of any size; None elsewhere (MPI_Gatherv)."""
-    own = (as_buffer(tensor, "gather: tensor"),)
-    return self._dispatcher.start_rooted(
-        self._settings, _GATHER, own, "gather: gather_list", gather_list, async_op, timeout, dst
-    )
+    try:
+        own = (as_buffer(tensor, "gather: tensor"),)
+        return self._dispatcher.start_rooted(
+            self._settings, _GATHER, own, "gather: gather_list", gather_list, async_op, timeout, dst
+        )
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def scatter(
@@ -130,10 +160,14 @@ def scatter(
     timeout: Timeout = None,
 ) -> Work | None:
     """``tensor`` of member i becomes ``scatter_list[i]`` of ``src``, of any size; None elsewhere (MPI_Scatterv)."""
-    own = (as_buffer(tensor, "scatter: tensor"),)
-    return self._dispatcher.start_rooted(
-        self._settings, _SCATTER, own, "scatter: scatter_list", scatter_list, async_op, timeout, src
-    )
+    try:
+        own = (as_buffer(tensor, "scatter: tensor"),)
+        return self._dispatcher.start_rooted(
+            self._settings, _SCATTER, own, "scatter: scatter_list", scatter_list, async_op, timeout, src
+        )
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def reduce_scatter(
@@ -146,9 +180,13 @@ def reduce_scatter(
     timeout: Timeout = None,
 ) -> Work | None:
     """``output`` of member i is the reduction of all members' ``input_list[i]``, of any size (MPI_Reduce_scatter)."""
-    inputs = buffers_of("reduce_scatter: input_list", input_list)
-    outputs = (as_buffer(output, "reduce_scatter: output"),)
-    return self._dispatcher.start(self._settings, _REDUCE_SCATTER, inputs, outputs, async_op, timeout, op)
+    try:
+        inputs = buffers_of("reduce_scatter: input_list", input_list)
+        outputs = (as_buffer(output, "reduce_scatter: output"),)
+        return self._dispatcher.start(self._settings, _REDUCE_SCATTER, inputs, outputs, async_op, timeout, op)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def reduce_scatter_tensor(
@@ -161,11 +199,15 @@ def reduce_scatter_tensor(
     timeout: Timeout = None,
 ) -> Work | None:
     """``output`` on member i is the i-th part of the reduction of all members' ``input`` (MPI_Reduce_scatter_block)."""
-    inputs = (as_buffer(input, "reduce_scatter_tensor: input"),)
-    outputs = (as_buffer(output, "reduce_scatter_tensor: output"),)
-    return self._dispatcher.start(
-        self._settings, _REDUCE_SCATTER_TENSOR, inputs, outputs, async_op, timeout, op
-    )
+    try:
+        inputs = (as_buffer(input, "reduce_scatter_tensor: input"),)
+        outputs = (as_buffer(output, "reduce_scatter_tensor: output"),)
+        return self._dispatcher.start(
+            self._settings, _REDUCE_SCATTER_TENSOR, inputs, outputs, async_op, timeout, op
+        )
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def all_to_all(
@@ -177,9 +219,13 @@ def all_to_all(
     timeout: Timeout = None,
 ) -> Work | None:
     """``output_list[i]`` becomes member i's ``input_list[my rank]``; all sizes may differ (MPI_Alltoallw)."""
-    inputs = buffers_of("all_to_all: input_list", input_list)
-    outputs = buffers_of("all_to_all: output_list", output_list)
-    return self._dispatcher.start(self._settings, _ALL_TO_ALL, inputs, outputs, async_op, timeout)
+    try:
+        inputs = buffers_of("all_to_all: input_list", input_list)
+        outputs = buffers_of("all_to_all: output_list", output_list)
+        return self._dispatcher.start(self._settings, _ALL_TO_ALL, inputs, outputs, async_op, timeout)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def all_to_all_single(
@@ -193,15 +239,19 @@ def all_to_all_single(
     timeout: Timeout = None,
 ) -> Work | None:
     """Part i of ``input`` to member i, cut along dimension 0 evenly or by the split sizes (MPI_Alltoallv)."""
-    inputs = (as_buffer(input, "all_to_all_single: input"),)
-    outputs = (as_buffer(output, "all_to_all_single: output"),)
-    splits = (
-        splits_of("input_split_sizes", input_split_sizes),
-        splits_of("output_split_sizes", output_split_sizes),
-    )
-    return self._dispatcher.start(
-        self._settings, _ALL_TO_ALL_SINGLE, inputs, outputs, async_op, timeout, splits=splits
-    )
+    try:
+        inputs = (as_buffer(input, "all_to_all_single: input"),)
+        outputs = (as_buffer(output, "all_to_all_single: output"),)
+        splits = (
+            splits_of("input_split_sizes", input_split_sizes),
+            splits_of("output_split_sizes", output_split_sizes),
+        )
+        return self._dispatcher.start(
+            self._settings, _ALL_TO_ALL_SINGLE, inputs, outputs, async_op, timeout, splits=splits
+        )
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def scan(
@@ -213,8 +263,12 @@ def scan(
     timeout: Timeout = None,
 ) -> Work | None:
     """Reduce over the members up to this one, in place (MPI_Scan)."""
-    buffers = (as_buffer(tensor, "scan: tensor"),)
-    return self._dispatcher.start(self._settings, _SCAN, buffers, buffers, async_op, timeout, op)
+    try:
+        buffers = (as_buffer(tensor, "scan: tensor"),)
+        return self._dispatcher.start(self._settings, _SCAN, buffers, buffers, async_op, timeout, op)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def exscan(
@@ -226,8 +280,12 @@ def exscan(
     timeout: Timeout = None,
 ) -> Work | None:
     """Reduce over the members before this one, in place; the array of rank 0 is left unchanged (MPI_Exscan)."""
-    buffers = (as_buffer(tensor, "exscan: tensor"),)
-    return self._dispatcher.start(self._settings, _EXSCAN, buffers, buffers, async_op, timeout, op)
+    try:
+        buffers = (as_buffer(tensor, "exscan: tensor"),)
+        return self._dispatcher.start(self._settings, _EXSCAN, buffers, buffers, async_op, timeout, op)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 # --- several arrays as one operation ------------------------------------------------------------------------------
@@ -242,18 +300,26 @@ def all_reduce_coalesced(
     timeout: Timeout = None,
 ) -> Work | None:
     """:meth:`all_reduce` of each array, as one operation."""
-    arrays = [(b,) for b in buffers_of("all_reduce_coalesced: tensors", tensors)]
-    pairs = [(array, array) for array in arrays]
-    return self._dispatcher.start_batch(self._settings, _ALL_REDUCE, pairs, async_op, timeout, op)
+    try:
+        arrays = [(b,) for b in buffers_of("all_reduce_coalesced: tensors", tensors)]
+        pairs = [(array, array) for array in arrays]
+        return self._dispatcher.start_batch(self._settings, _ALL_REDUCE, pairs, async_op, timeout, op)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def broadcast_coalesced(
     self: ProcessGroup, tensors: Sequence[Any], src: int, *, async_op: bool = False, timeout: Timeout = None
 ) -> Work | None:
     """:meth:`broadcast` of each array, as one operation."""
-    buffers = buffers_of("broadcast_coalesced: tensors", tensors)
-    pairs = [((b,), () if src == self._context.rank else (b,)) for b in buffers]
-    return self._dispatcher.start_batch(self._settings, _BROADCAST, pairs, async_op, timeout, root=src)
+    try:
+        buffers = buffers_of("broadcast_coalesced: tensors", tensors)
+        pairs = [((b,), () if src == self._context.rank else (b,)) for b in buffers]
+        return self._dispatcher.start_batch(self._settings, _BROADCAST, pairs, async_op, timeout, root=src)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def all_gather_coalesced(
@@ -265,11 +331,15 @@ def all_gather_coalesced(
     timeout: Timeout = None,
 ) -> Work | None:
     """:meth:`all_gather` of ``inputs[k]`` into ``output_lists[k]`` for each k, as one operation."""
-    same_length("all_gather_coalesced: output_lists", output_lists, inputs)
-    what = "all_gather_coalesced: output_lists"
-    sources = buffers_of("all_gather_coalesced: inputs", inputs)
-    pairs = [((x,), buffers_of(what, outs)) for outs, x in zip(output_lists, sources, strict=True)]
-    return self._dispatcher.start_batch(self._settings, _ALL_GATHER, pairs, async_op, timeout)
+    try:
+        same_length("all_gather_coalesced: output_lists", output_lists, inputs)
+        what = "all_gather_coalesced: output_lists"
+        sources = buffers_of("all_gather_coalesced: inputs", inputs)
+        pairs = [((x,), buffers_of(what, outs)) for outs, x in zip(output_lists, sources, strict=True)]
+        return self._dispatcher.start_batch(self._settings, _ALL_GATHER, pairs, async_op, timeout)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def all_gather_into_tensor_coalesced(
@@ -281,13 +351,17 @@ def all_gather_into_tensor_coalesced(
     timeout: Timeout = None,
 ) -> Work | None:
     """:meth:`all_gather_into_tensor` of each pair, as one operation."""
-    return self._dispatcher.start_batch(
-        self._settings,
-        _ALL_GATHER_INTO_TENSOR,
-        pairs_of("all_gather_into_tensor_coalesced", outputs, inputs),
-        async_op,
-        timeout,
-    )
+    try:
+        return self._dispatcher.start_batch(
+            self._settings,
+            _ALL_GATHER_INTO_TENSOR,
+            pairs_of("all_gather_into_tensor_coalesced", outputs, inputs),
+            async_op,
+            timeout,
+        )
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def reduce_scatter_tensor_coalesced(
@@ -300,11 +374,15 @@ def reduce_scatter_tensor_coalesced(
     timeout: Timeout = None,
 ) -> Work | None:
     """:meth:`reduce_scatter_tensor` of each pair, as one operation."""
-    return self._dispatcher.start_batch(
-        self._settings,
-        _REDUCE_SCATTER_TENSOR,
-        pairs_of("reduce_scatter_tensor_coalesced", outputs, inputs),
-        async_op,
-        timeout,
-        op,
-    )
+    try:
+        return self._dispatcher.start_batch(
+            self._settings,
+            _REDUCE_SCATTER_TENSOR,
+            pairs_of("reduce_scatter_tensor_coalesced", outputs, inputs),
+            async_op,
+            timeout,
+            op,
+        )
+    except BaseException as e:
+        self.interrupted(e)
+        raise

@@ -20,6 +20,7 @@ from unicoll.backend import flight_recorder
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.flight_recorder import CallKind, failure_text, site_of, user_frame
+from unicoll.backend.interrupts import mark_unchanged
 from unicoll.backend.ops import PROBE, Arity, Op, Sizes
 from unicoll.backend.reduce_ops import as_reduce_op
 from unicoll.backend.status import Status
@@ -183,6 +184,7 @@ class Dispatcher:
         except Exception as e:
             if root == self._context.rank and self._context.size > 1:
                 self._refuse(settings, op, own, timeout, root, e)
+                mark_unchanged(e)  # the other ranks get it in this call
             raise
         if async_op:
             return _post(call, backend, kind)

@@ -44,7 +44,11 @@ def put(
         offset: where, in elements of ``tensor``'s type from the window's begin.
         timeout: as of any call.
     """
-    _start_one_sided(self, _PUT, tensor, {dst: 1}, timeout, window, offset)
+    try:
+        _start_one_sided(self, _PUT, tensor, {dst: 1}, timeout, window, offset)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def signal(self: ProcessGroup, dst: int, tensor: Any, *, timeout: Timeout = None) -> None:
@@ -55,7 +59,11 @@ def signal(self: ProcessGroup, dst: int, tensor: Any, *, timeout: Timeout = None
         tensor: an array on the group's device, of any size; nothing of it is sent.
         timeout: as of any call.
     """
-    _start_one_sided(self, _SIGNAL, tensor, {dst: 1}, timeout)
+    try:
+        _start_one_sided(self, _SIGNAL, tensor, {dst: 1}, timeout)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def wait_signal(
@@ -71,8 +79,12 @@ def wait_signal(
         count: how many signals of ``src``; each is waited for once.
         timeout: as of any call.
     """
-    signals = dict(src) if isinstance(src, Mapping) else {src: count}
-    _start_one_sided(self, _WAIT_SIGNAL, tensor, signals, timeout)
+    try:
+        signals = dict(src) if isinstance(src, Mapping) else {src: count}
+        _start_one_sided(self, _WAIT_SIGNAL, tensor, signals, timeout)
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def _start_one_sided(
@@ -132,18 +144,22 @@ def symmetric_empty(
         BackendUnavailableError: the group's backend has no symmetric memory. NCCL has it since 2.27, the backend mpi
             if all ranks share the memory of one host.
     """
-    several = shape if isinstance(shape, Sequence) else (shape,)
-    sizes = tuple(as_integer("symmetric_empty: shape", n) for n in several)
-    if any(n < 0 for n in sizes):
-        raise DistArgumentError(
-            f"symmetric_empty: shape {list(sizes)} has a negative size", op="symmetric_empty"
-        )
-    if device not in (None, "cpu", "cuda", "xpu"):
-        raise DistArgumentError(
-            f"symmetric_empty: device {device!r} is not 'cpu', 'cuda' or 'xpu'", op="symmetric_empty"
-        )
-    backend = self._backends.unstaged(device) if device is not None else self._backends.on_device
-    return backend.symmetric_empty(sizes, _element_type(dtype))
+    try:
+        several = shape if isinstance(shape, Sequence) else (shape,)
+        sizes = tuple(as_integer("symmetric_empty: shape", n) for n in several)
+        if any(n < 0 for n in sizes):
+            raise DistArgumentError(
+                f"symmetric_empty: shape {list(sizes)} has a negative size", op="symmetric_empty"
+            )
+        if device not in (None, "cpu", "cuda", "xpu"):
+            raise DistArgumentError(
+                f"symmetric_empty: device {device!r} is not 'cpu', 'cuda' or 'xpu'", op="symmetric_empty"
+            )
+        backend = self._backends.unstaged(device) if device is not None else self._backends.on_device
+        return backend.symmetric_empty(sizes, _element_type(dtype))
+    except BaseException as e:
+        self.interrupted(e)
+        raise
 
 
 def _element_type(dtype: Any) -> DType:
@@ -207,4 +223,8 @@ def register(self: ProcessGroup, memory: Any, *, symmetric: bool = False) -> Reg
             window that differs between the ranks.
         DistError: NCCL refuses it, and why.
     """
-    return self._backends.on_device.register(memory, symmetric)
+    try:
+        return self._backends.on_device.register(memory, symmetric)
+    except BaseException as e:
+        self.interrupted(e)
+        raise

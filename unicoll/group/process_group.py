@@ -255,11 +255,19 @@ class ProcessGroup:
 
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Return when all members have called it (MPI_Barrier)."""
-        return self._dispatcher.start(self._settings, _BARRIER, (), (), async_op, timeout)
+        try:
+            return self._dispatcher.start(self._settings, _BARRIER, (), (), async_op, timeout)
+        except BaseException as e:
+            self.interrupted(e)
+            raise
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose timeout error names every missing rank, with or without ``wait_all_ranks``."""
-        self._dispatcher.start(self._settings, _BARRIER, (), (), False, timeout)
+        try:
+            self._dispatcher.start(self._settings, _BARRIER, (), (), False, timeout)
+        except BaseException as e:
+            self.interrupted(e)
+            raise
 
     broadcast = collective_methods.broadcast
     all_reduce = collective_methods.all_reduce
@@ -284,7 +292,11 @@ class ProcessGroup:
 
     def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> None:
         """Send to member ``dst``; returns when ``tensor`` may be changed (MPI_Send)."""
-        self._dispatcher.run_message(self._settings, (_SEND, tensor, dst, tag, None), timeout)
+        try:
+            self._dispatcher.run_message(self._settings, (_SEND, tensor, dst, tag, None), timeout)
+        except BaseException as e:
+            self.interrupted(e)
+            raise
 
     def recv(
         self,
@@ -300,11 +312,21 @@ class ProcessGroup:
         Raises:
             MessageMismatchError: the message is of another size or dtype; it is lost, the group stays usable.
         """
-        return self._dispatcher.run_message(self._settings, (_RECV, tensor, src, tag, status), timeout).source
+        try:
+            return self._dispatcher.run_message(
+                self._settings, (_RECV, tensor, src, tag, status), timeout
+            ).source
+        except BaseException as e:
+            self.interrupted(e)
+            raise
 
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """:meth:`send` in the background."""
-        return self._dispatcher.start_message(self._settings, (_SEND, tensor, dst, tag, None), timeout)
+        try:
+            return self._dispatcher.start_message(self._settings, (_SEND, tensor, dst, tag, None), timeout)
+        except BaseException as e:
+            self.interrupted(e)
+            raise
 
     def irecv(
         self,
@@ -316,15 +338,27 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work:
         """:meth:`recv` in the background; ``work.source_rank()`` is the sender's rank in the group."""
-        return self._dispatcher.start_message(self._settings, (_RECV, tensor, src, tag, status), timeout)
+        try:
+            return self._dispatcher.start_message(self._settings, (_RECV, tensor, src, tag, status), timeout)
+        except BaseException as e:
+            self.interrupted(e)
+            raise
 
     def probe(self, src: int | None = None, tag: int | None = None, *, timeout: Timeout = None) -> Status:
         """Wait for a message from member ``src``, or from any, and leave it there (MPI_Probe)."""
-        return self._dispatcher.probe(self._settings, src, tag, timeout)
+        try:
+            return self._dispatcher.probe(self._settings, src, tag, timeout)
+        except BaseException as e:
+            self.interrupted(e)
+            raise
 
     def iprobe(self, src: int | None = None, tag: int | None = None) -> Status | None:
         """:meth:`probe` without waiting; None if no such message has come (MPI_Iprobe)."""
-        return self._dispatcher.iprobe(self._settings, src, tag)
+        try:
+            return self._dispatcher.iprobe(self._settings, src, tag)
+        except BaseException as e:
+            self.interrupted(e)
+            raise
 
     def batch_isend_irecv(
         self,
@@ -340,11 +374,15 @@ class ProcessGroup:
             status: of all receives of the batch, of which there should be one.
             timeout: of each.
         """
-        messages = [
-            (_SEND if is_send else _RECV, x, peer, tag, None if is_send else status)
-            for is_send, x, peer, tag in ops
-        ]
-        return self._dispatcher.start_messages(self._settings, messages, timeout)
+        try:
+            messages = [
+                (_SEND if is_send else _RECV, x, peer, tag, None if is_send else status)
+                for is_send, x, peer, tag in ops
+            ]
+            return self._dispatcher.start_messages(self._settings, messages, timeout)
+        except BaseException as e:
+            self.interrupted(e)
+            raise
 
     # --- symmetric memory, one-sided operations -----------------------------------------------------------------
 
@@ -462,6 +500,16 @@ class ProcessGroup:
         self._backends.fail(
             GroupAbortedError(f"group {context.name!r}: {reason}", group=context.name, rank=context.job.rank)
         )
+
+    def interrupted(self, error: BaseException) -> None:
+        """Fail the group on all members if an exception ends a call of it whose state is then not known.
+
+        Called by the function of the call, in its handler of the exception. Refusals, and errors that the group has
+        raised, are none of these (:mod:`unicoll.backend.interrupts`).
+        """
+        traceback = error.__traceback__
+        name = traceback.tb_frame.f_code.co_name if traceback is not None else "a call"
+        self._backends.interrupted(error, name)
 
     def abort_on_this_rank(self, error: Exception) -> None:
         """Make every pending and later operation raise ``error`` without a notice to the other members."""

@@ -17,6 +17,7 @@ from unicoll.errors import AuthenticationError, DistNetworkError
 from unicoll.net import environment, interfaces, peer_credentials
 from unicoll.net.handshake import client_handshake
 from unicoll.net.handshake_messages import Protection
+from unicoll.net.interrupts import InterruptedStreamError, raised_by_handler
 from unicoll.net.records import HEADER_SIZE, MAX_DATA, MacRecords, Records, TamperedError
 from unicoll.net.secret import Key, OwnUserKey
 from unicoll.net.timeouts import seconds_left
@@ -78,6 +79,9 @@ class Channel:
     ``send`` behaves like OpenSSL's SSL_write: it may raise BlockingIOError or TimeoutError after a part of a record
     was sent. The next ``send`` must then pass the same data, possibly followed by more.
 
+    After any other exception in the middle of a ``send``, ``sendall`` or receive (of a signal's handler, or of
+    ``part_moved``) each further one in that direction raises InterruptedStreamError.
+
     Attributes:
         part_moved: called in ``send`` and ``recv_into`` while a record moves in parts; raises to stop.
     """
@@ -89,6 +93,8 @@ class Channel:
         self._unsent_size = 0  # bytes of data in that record
         self._data = memoryview(b"")  # decoded and not yet returned
         self._buffer = memoryview(b"")
+        # True before the records and the socket are used, until the state here is right again
+        self._send_in_doubt = self._receive_in_doubt = False
         self.part_moved: Callable[[], None] = lambda: None
         self.fileno = sock.fileno
         self.close = sock.close
@@ -107,6 +113,18 @@ class Channel:
 
     def send(self, data: Any, flags: int = 0) -> int:
         """Send up to one record; returns the number of bytes of ``data`` in it."""
+        if self._send_in_doubt:
+            raise InterruptedStreamError("send")
+        self._send_in_doubt = True
+        try:
+            sent = self._send(data, flags)
+        except OSError as error:
+            self._send_in_doubt = raised_by_handler(error)
+            raise
+        self._send_in_doubt = False
+        return sent
+
+    def _send(self, data: Any, flags: int) -> int:
         if not self._unsent:
             chunk = data[:MAX_DATA]
             if not len(chunk):
@@ -124,17 +142,24 @@ class Channel:
         return self.send(buffers[0], flags)
 
     def sendall(self, data: Any) -> None:
-        """Send all of ``data``; the socket's timeout applies to each record."""
+        """Send all of ``data``; the socket's timeout applies to each record. After an error nothing can be sent."""
+        if self._send_in_doubt:
+            raise InterruptedStreamError("send")
         view = memoryview(data)
+        self._send_in_doubt = True
         while view:
-            view = view[self.send(view) :]
+            view = view[self._send(view, 0) :]
+        self._send_in_doubt = False
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         """Receive up to ``size`` bytes; ``b""`` at the end of the connection."""
         if not self._data and not self._receive(flags):
             return b""
-        data, self._data = self._data[:size], self._data[size:]
-        return bytes(data)
+        data = bytes(self._data[:size])
+        self._data = self._data[
+            size:
+        ]  # after the last call of a function, behind which an exception could lose data
+        return data
 
     def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
         """Receive into a buffer of bytes; returns the number of bytes, 0 at the end of the connection."""
@@ -147,16 +172,24 @@ class Channel:
 
     def _receive(self, flags: int) -> bool:
         """Wait for a record; False if the connection has ended."""
+        if self._receive_in_doubt:
+            raise InterruptedStreamError("receive")
         if not self._buffer:
             self._buffer = memoryview(bytearray(_READ_SIZE))
-        while not self._data:
-            got = self._sock.recv_into(self._buffer, 0, flags)
-            if not got:
-                return False
-            self._data = memoryview(self._records.open(self._buffer[:got]))
-            if not self._data:
-                self.part_moved()
-        return True
+        self._receive_in_doubt = True
+        try:
+            while not self._data:
+                got = self._sock.recv_into(self._buffer, 0, flags)
+                if not got:
+                    break
+                self._data = memoryview(self._records.open(self._buffer[:got]))
+                if not self._data:
+                    self.part_moved()
+        except OSError as error:
+            self._receive_in_doubt = raised_by_handler(error)
+            raise
+        self._receive_in_doubt = False
+        return bool(self._data)
 
     def start(self, deadline: float) -> None:
         """The client's part of the protection's own handshake (TLS)."""

@@ -51,6 +51,7 @@ from unicoll.net.handshake_messages import (
     parse_hello,
     within_a_host,
 )
+from unicoll.net.interrupts import raised_by_handler
 from unicoll.net.secret import Key
 
 HANDSHAKE_SECONDS = 10.0
@@ -301,6 +302,8 @@ def _recv_some(sock: socket.socket, size: int, deadline: float, peer: str) -> by
         _set_timeout(sock, deadline)
         return sock.recv(size)
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         raise DistNetworkError(f"handshake with {peer}: {error}") from error
 
 
@@ -314,6 +317,8 @@ def _send(sock: socket.socket, data: bytes, deadline: float, peer: str) -> None:
         # The peer has closed; bytes that it sent before (a verdict, another protocol's answer) can still be read.
         pass
     except OSError as error:
+        if raised_by_handler(error):
+            raise
         raise DistNetworkError(f"handshake with {peer}: {error}") from error
 
 

@@ -40,6 +40,7 @@ from unicoll.net.formatting import ranks_text
 from unicoll.net.framed_server import read_frame
 from unicoll.net.host_identity import UNKNOWN_HOST, host_id
 from unicoll.net.interfaces import require_descriptors
+from unicoll.net.interrupts import Changes, raised_by_handler
 from unicoll.net.join_warnings import title, warn_while_waiting
 from unicoll.net.records import TamperedError
 from unicoll.net.timeouts import seconds_left
@@ -110,7 +111,7 @@ class ControlClient:
         self._connection = RelayConnection(rank, key, host_timeout)
         self.send = self._connection.send
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._departures = Departures(self._changed)
         self.departed = self._departures.departed
         self.left = self._departures.left
@@ -125,7 +126,8 @@ class ControlClient:
         self.request_reports = self._reports.request_reports
         self._handlers: dict[str, Callable[[Message], None]] = {}
         self._ready = False
-        self._closed = False
+        self._closed = False  # True once close() has begun
+        self._close_done = False
         self._joined: list[int] = []
         self._relay_rank = 0  # the rank that hosts the relay
         self._takeover_possible = True  # False: no other rank hosts a relay when that rank has ended
@@ -180,21 +182,22 @@ class ControlClient:
             reason = f"rank 0 ended while rank {self.rank} joined the job: {e}"
             raise RankLostError(f"{self._title}: {reason}", rank=0, op=self._op) from e
         except OSError as e:
+            if raised_by_handler(e):
+                raise
             raise DistNetworkError(
                 f"rank 0's control port {host}:{port} cannot be reached: {e};"
                 " UNICOLL_SOCKET_IFNAME on rank 0's host selects another interface"
             ) from e
         self._thread = threading.Thread(
-            target=self._receive, args=(sock,), name="unicoll-control", daemon=True
+            target=self._receive, args=(sock, self._hello()), name="unicoll-control", daemon=True
         )
+        self._connection.start()
         self._thread.start()
-        with suppress(OSError):  # the thread also sees the error
-            self._introduce(sock)
         self._await_ranks(store, deadline, timeout, address)
 
-    def _introduce(self, sock: Connection) -> None:
-        """Send hello, which must be the first message, and the failures that the last relay may not have sent."""
-        hello = {
+    def _hello(self) -> Message:
+        """The first message on a connection."""
+        return {
             "t": "hello",
             "rank": self.rank,
             "host": socket.gethostname(),
@@ -204,13 +207,11 @@ class ControlClient:
             "pickle": self._allows_pickle,
             "host_id": _host_id(self._key),
         }
-        self._connection.introduce(sock, hello, self._failures.messages)
 
     def _await_ranks(self, store: Store, deadline: float, timeout: float, address: str) -> None:
         while not (self._ready or self.departed) and time.monotonic() < deadline:
-            with self._changed:
-                left = min(_REFUSALS_S, deadline - time.monotonic())
-                self._changed.wait_for(lambda: self._ready or self.departed, left)
+            left = min(_REFUSALS_S, deadline - time.monotonic())
+            self._changed.wait_for(lambda: self._ready or self.departed, left)
             if self.rank == 0 and not self._ready:
                 self._departures.read_refusal(store)
         if self._ready:
@@ -219,8 +220,7 @@ class ControlClient:
             rank, reason = next(iter(self.departed.items()))
             raise RankLostError(f"{self._title}: {reason}", rank=rank, op=self._op)
         self.send({"t": "joined"})
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
+        self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
         missing = sorted(set(range(self.size)) - set(self._joined))
         error = OperationTimeoutError(
             f"{self._title}: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
@@ -234,19 +234,20 @@ class ControlClient:
         """Tell rank 0 that this rank is initialized; on rank 0 wait until all are, ``timeout`` seconds at most.
 
         They need threads of rank 0 until then, and the program may next keep the GIL until all ranks have made the same
-        call, as MPI_Init in ``import mpi4py.MPI`` does.
+        call, as MPI_Init in ``import mpi4py.MPI`` does. So this returns once the message is sent.
         """
         if self._relay is None:
-            self.send({"t": "initialized"})
+            self._connection.send_and_wait({"t": "initialized"}, timeout)
         else:
             self._relay.await_initialized(timeout)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; idempotent. ``error`` is the exception that ended this process, for the other ranks.
 
-        SystemExit is not a failure: the program ended, with the exit code if that is known.
+        SystemExit is not a failure: the program ended, with the exit code if that is known. After an exception that has
+        interrupted it, it can be called again.
         """
-        if self._closed:
+        if self._close_done:
             return
         self._closed = True
         failure = how = ""
@@ -254,15 +255,17 @@ class ControlClient:
             how = f"sys.exit({error.code!r})" if error.code else "its program ended"
         elif error is not None:
             failure = f"{type(error).__name__}: {error}".removesuffix(": ")
-        self._connection.leave({"t": "bye", "error": failure[:2000], "how": how[:2000]})
-        with self._changed:
+        self._connection.leave({"t": "bye", "error": failure[:2000], "how": how[:2000]}, _REPLY_S)
+        with self._changed.lock:
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_REPLY_S)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+            thread.join(_REPLY_S)
         if self._relay is not None:
             self._relay.close()
         self._connection.interrupt()
         self._standby.close()
+        self._close_done = True
 
     # --- ranks -------------------------------------------------------------------------------------------------
 
@@ -308,7 +311,9 @@ class ControlClient:
 
     # --- the connection ----------------------------------------------------------------------------------------
 
-    def _receive(self, sock: Connection) -> None:
+    def _receive(self, sock: Connection, hello: Message) -> None:
+        with suppress(OSError):  # receiving meets the error, too
+            self._connection.introduce(sock, hello, self._failures.messages)
         current: Connection | None = sock
         while current is not None:
             self._receive_from(current)
@@ -344,8 +349,7 @@ class ControlClient:
     def replacement_store(self) -> Store | None:
         """The store that replaces the job's store, or None if that still exists; waits during a takeover."""
         if threading.current_thread() is not self._thread:
-            with self._changed:
-                self._changed.wait_for(self._relay_settled, _TAKEOVER_S)
+            self._changed.wait_for(self._relay_settled, _TAKEOVER_S)
         return self._standby.store
 
     def await_relay_loss(self, ranks: Iterable[int]) -> None:
@@ -371,10 +375,10 @@ class ControlClient:
         """The connection to the relay that replaces the last one; None if no relay replaces it."""
         last = self._relay_rank
         has_left = last in self.left
-        with self._changed:
+        with self._changed.lock:
             self._takeover_possible = self._takeover_possible and self._ready
-            if has_left and self._takeover_possible:
-                self._changed.wait_for(lambda: self._closed, _LEAVE_S)
+        if has_left and self._takeover_possible:
+            self._changed.wait_for(lambda: self._closed, _LEAVE_S)
         # how a process ended that is not there any more
         how = f"its process ended after rank {last} had left" if has_left else None
         deadline = time.monotonic() + _TAKEOVER_S
@@ -389,7 +393,7 @@ class ControlClient:
             except Exception as e:  # this thread must continue
                 log.debug("the new relay in rank %d cannot be reached: %r", rank, e)
                 time.sleep(_RETRY_S)
-        with self._changed:
+        with self._changed.lock:
             self._takeover_possible = False
             self._changed.notify_all()
         return None
@@ -401,7 +405,8 @@ class ControlClient:
     def _connect_to_new_relay(self, rank: int, peer: PeerInfo, deadline: float) -> Connection:
         sock = self._connection.connect(peer.address, peer.port, rank, _REPLY_S, deadline)
         try:
-            self._introduce(sock)
+            # with the failures that the last relay may not have sent to all members
+            self._connection.introduce(sock, self._hello(), self._failures.messages)
             while (message := read_frame(sock))["t"] != "state":
                 self._handle(message)
             if message["store"] is not None:
@@ -410,7 +415,7 @@ class ControlClient:
         except BaseException:
             self._connection.disconnect(sock)
             raise
-        with self._changed:
+        with self._changed.lock:
             self._relay_rank = rank
             self._changed.notify_all()
         return sock
@@ -418,7 +423,7 @@ class ControlClient:
     def _handle(self, message: Message) -> None:
         kind = message["t"]
         if kind == "ready":
-            with self._changed:
+            with self._changed.lock:
                 self.peers = [PeerInfo(*p) for p in message["peers"]]
                 self.job_id = message["job"]
                 self._ready = True
@@ -436,7 +441,7 @@ class ControlClient:
         elif kind == "tell":
             self._reports.receive(message)
         elif kind == "joined":
-            with self._changed:
+            with self._changed.lock:
                 self._joined = message["ranks"]
                 self._changed.notify_all()
         elif (handler := self._handlers.get(kind)) is not None:

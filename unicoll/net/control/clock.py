@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from unicoll.net.interrupts import Changes
 
 Message = dict[str, Any]
 
@@ -31,7 +32,7 @@ class ClockOffset:
     """The offset, as the best of the round trips so far: it is wrong by half of the round trip's time at most."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._replies = 0
         self._seconds = 0.0
         self._error = math.inf
@@ -51,7 +52,7 @@ class ClockOffset:
         received = now()
         sent, clock = float(pong["sent"]), float(pong["clock"])
         error = (received - sent) / 2
-        with self._changed:
+        with self._changed.lock:
             self._replies += 1
             if 0 <= error <= self._error_at(received):
                 self._seconds = clock - (sent + received) / 2
@@ -63,20 +64,19 @@ class ClockOffset:
         """:meth:`last` after some round trips, for ``timeout`` seconds at most; not on the thread that receives."""
         deadline = time.monotonic() + timeout
         for _ in range(_ROUND_TRIPS):
-            with self._changed:
+            with self._changed.lock:
                 before = self._replies
             send(self.ping())
-            with self._changed:
-                if not self._changed.wait_for(
-                    lambda before=before: self._replies > before,  # type: ignore[misc]
-                    deadline - time.monotonic(),
-                ):
-                    break
+            if not self._changed.wait_for(
+                lambda before=before: self._replies > before,  # type: ignore[misc]
+                deadline - time.monotonic(),
+            ):
+                break
         return self.last()
 
     def last(self) -> Offset | None:
         """The offset as measured last; None if no reply has arrived."""
-        with self._changed:
+        with self._changed.lock:
             error = self._error_at(now())
             return Offset(self._seconds, error) if math.isfinite(error) else None
 

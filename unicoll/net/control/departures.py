@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from unicoll.net.interrupts import Changes
 
 if TYPE_CHECKING:
     from unicoll.net.control.relay import Departure
@@ -42,7 +43,7 @@ class Departures:
         died: the ranks that ended without leaving the job.
     """
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: Changes) -> None:
         self.departed: dict[int, str] = {}
         self.left: set[int] = set()
         self.died: set[int] = set()
@@ -50,7 +51,7 @@ class Departures:
 
     def record(self, rank: int, reason: str, manner: str) -> None:
         """``rank`` has ended; the first report of a rank is kept. ``manner`` is that of a :data:`Departure`."""
-        with self._changed:
+        with self._changed.lock:
             if rank not in self.departed:
                 self.departed[rank] = reason
                 {"left": self.left, "died": self.died}.get(manner, set()).add(rank)
@@ -72,20 +73,18 @@ class Departures:
 
     def await_departure(self, rank: int, timeout: float = 0.5) -> str | None:
         """How ``rank`` has ended, waiting up to ``timeout`` seconds; None if it has not."""
-        with self._changed:
-            self._changed.wait_for(lambda: rank in self.departed, timeout)
-            return self.departed.get(rank)
+        self._changed.wait_for(lambda: rank in self.departed, timeout)
+        return self.departed.get(rank)
 
     def find_lost_rank(self, peer: int, members: Iterable[int], timeout: float) -> int | None:
         """The rank that caused the end of a connection to ``peer``, waiting up to ``timeout`` seconds; None if unknown.
 
         It is the peer if it has ended, else a lost member of the group, after which the peer closed its connections.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: peer in self.departed or self._lost(members), timeout)
-            if peer in self.departed:
-                return peer
-            return next(iter(self._lost(members)), None)
+        self._changed.wait_for(lambda: peer in self.departed or self._lost(members), timeout)
+        if peer in self.departed:
+            return peer
+        return next(iter(self._lost(members)), None)
 
     def _lost(self, members: Iterable[int]) -> list[int]:
         return [rank for rank in members if rank in self.departed and rank not in self.left]

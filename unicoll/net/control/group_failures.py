@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import unicoll.errors as errors
 from unicoll.errors import DistError
+from unicoll.net.interrupts import Changes
 
 Message = dict[str, Any]
 
@@ -29,7 +29,7 @@ class GroupFailures:
     """
 
     def __init__(
-        self, changed: threading.Condition, send: Callable[[Message], None], relay_ended: Callable[[], bool]
+        self, changed: Changes, send: Callable[[Message], None], relay_ended: Callable[[], bool]
     ) -> None:
         self.failure_listeners: list[Callable[[str, DistError], None]] = []
         self._changed = changed
@@ -42,7 +42,7 @@ class GroupFailures:
 
     def watch(self, group: str, backend: str, on_failure: Callable[[DistError], None]) -> None:
         """Call ``on_failure`` when the group fails, at once if it has."""
-        with self._changed:
+        with self._changed.lock:
             self._callbacks[group, backend] = on_failure
             failure = self._copy(group)
         if failure is not None:
@@ -50,14 +50,13 @@ class GroupFailures:
 
     def unwatch(self, group: str, backend: str) -> None:
         """Do not call the function of the group and backend any more."""
-        with self._changed:
+        with self._changed.lock:
             self._callbacks.pop((group, backend), None)
 
     def group_failure(self, group: str, timeout: float = 0.0) -> DistError | None:
         """The error with which ``group`` failed, waiting up to ``timeout`` seconds; None if it has not failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: group in self._errors or self._relay_ended(), timeout)
-            return self._copy(group)
+        self._changed.wait_for(lambda: group in self._errors or self._relay_ended(), timeout)
+        return self._copy(group)
 
     def _copy(self, group: str) -> DistError | None:
         """A copy: the error that is kept must not keep the frames, and with them arrays, of those who raise it."""
@@ -70,7 +69,7 @@ class GroupFailures:
         replaces it gets the error.
         """
         failure = {"t": "fail", "group": group, "members": list(members), "error": pack_error(error)}
-        with self._changed:
+        with self._changed.lock:
             self._messages.setdefault(group, failure)
         self._send(failure)
         announced = self.group_failure(group, _ANNOUNCEMENT_S)
@@ -80,7 +79,7 @@ class GroupFailures:
 
     def messages(self) -> list[Message]:
         """The failures for a new relay: the old one may not have sent them to all members."""
-        with self._changed:
+        with self._changed.lock:
             return [*self._messages.values()]
 
     def receive(self, message: Message, is_member: bool) -> None:
@@ -89,10 +88,10 @@ class GroupFailures:
         if not is_member:
             self._inform_listeners(group, error)
             return
-        with self._changed:
+        with self._changed.lock:
             self._messages[group] = message
         self._inform_listeners(group, error)
-        with self._changed:
+        with self._changed.lock:
             if group in self._errors:
                 return
             self._errors[group] = error
@@ -102,7 +101,7 @@ class GroupFailures:
             callback(copy.copy(error))
 
     def _inform_listeners(self, group: str, error: DistError) -> None:
-        with self._changed:
+        with self._changed.lock:
             if group in self._reported:
                 return
             self._reported.add(group)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from unicoll.net.channel import keep_alive
 from unicoll.net.control.clock import ClockOffset
 from unicoll.net.control.deadlock_detector import DeadlockDetector
 from unicoll.net.framed_server import MAX_FRAME, FrameServer, frame
+from unicoll.net.interrupts import Changes
 from unicoll.net.records import TamperedError
 
 Departure = tuple[int, str, str]
@@ -172,7 +172,7 @@ class Relay(FrameServer):
         )
         self._warnings = _Warnings()
         self._initializing = set(range(size)) - {rank}
-        self._all_initialized = threading.Event()
+        self._initialized_changed = Changes()
         self.start()
 
     def connected(self) -> list[int]:
@@ -181,7 +181,7 @@ class Relay(FrameServer):
 
     def await_initialized(self, timeout: float) -> None:
         """Wait until all other ranks have said that they are initialized, or have ended; any thread."""
-        self._all_initialized.wait(timeout)
+        self._initialized_changed.wait_for(lambda: not self._initializing, timeout)
 
     def authenticated(self, client: Client) -> None:
         super().authenticated(client)
@@ -219,9 +219,9 @@ class Relay(FrameServer):
             self._forward(message["to"], message)
 
     def _initialized(self, rank: int) -> None:
-        self._initializing.discard(rank)
-        if not self._initializing:
-            self._all_initialized.set()
+        with self._initialized_changed.lock:
+            self._initializing.discard(rank)
+        self._initialized_changed.notify_all()
 
     def _fail(self, group: str, members: Sequence[int], error: dict[str, Any]) -> None:
         if group not in self._failures:  # all ranks raise the first failure of a group

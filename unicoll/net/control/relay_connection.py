@@ -6,19 +6,31 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 from unicoll.net.channel import Connection, authenticate, keep_alive
 from unicoll.net.fork_safety import guard
 from unicoll.net.framed_server import frame, handshake_address
+from unicoll.net.interrupts import Changes
 
 Message = dict[str, Any]
+
+
+class _Outgoing(NamedTuple):
+    """A frame to send, and a lock to release once that is done; ``last`` for that with which this process leaves."""
+
+    data: bytes
+    sent: threading.Lock | None = None
+    last: bool = False
 
 
 class RelayConnection:
     """The connection to the relay, which the control thread replaces when another rank hosts the relay.
 
-    Any thread may send; the control thread reads.
+    The control thread reads. Any thread may send: a thread of its own sends the messages, in their order, because an
+    exception of a signal's handler in the middle of one would end the connection, and with it this rank. It is not the
+    control thread, which may be in a slow function of a group that has failed.
 
     Args:
         host_timeout: seconds after which the relay's host counts as down if it does not answer; None is no limit.
@@ -28,10 +40,21 @@ class RelayConnection:
         self._rank = rank
         self._key = key
         self._host_timeout = host_timeout
-        self._sending = threading.Lock()
+        self._outgoing: SimpleQueue[_Outgoing] = SimpleQueue()
+        self._sends = False  # True while there is a thread that sends
+        self._left = Changes()
+        self._sending = (
+            threading.Lock()
+        )  # held while sending, by the control thread and that which sends only
+        self._closing = threading.Lock()  # held shortly; taken after the other one
         self._sock: Connection | None = None
         self._connecting: socket.socket | None = None
         self._goodbye: bytes | None = None  # the frame with which this process leaves the job
+
+    def start(self) -> None:
+        """Start the thread that sends; it ends after :meth:`leave`."""
+        self._sends = True
+        threading.Thread(target=self._send_queued, name="unicoll-control-send", daemon=True).start()
 
     def connect(self, host: str, port: int, relay_rank: int, timeout: float, deadline: float) -> Connection:
         """A new connection to the relay in ``relay_rank``, without a timeout; :meth:`introduce` comes next.
@@ -57,7 +80,7 @@ class RelayConnection:
                 bare, self._key, b"control", deadline, rank=self._rank, server=relay_rank, address=address
             )
         except BaseException:
-            with self._sending:
+            with self._closing:
                 self._connecting = None
                 bare.close()
             raise
@@ -66,9 +89,9 @@ class RelayConnection:
         return sock
 
     def introduce(self, sock: Connection, hello: Message, failures: Callable[[], list[Message]]) -> None:
-        """Send ``hello`` and ``failures()`` on a new connection, and let all threads use it.
+        """Send ``hello`` and ``failures()`` on a new connection, and let all threads use it; on the control thread.
 
-        ``failures`` is called while no thread can send, so that each failure is in its result or sent afterwards.
+        ``failures`` is called while nothing else is sent, so that each failure is in its result or sent afterwards.
         """
         with self._sending:
             for message in (hello, *failures()):
@@ -79,40 +102,71 @@ class RelayConnection:
                 sock.shutdown(socket.SHUT_WR)
 
     def send(self, message: Message) -> None:
-        """Send a message to the relay; without effect while there is none."""
-        data = frame(message)
-        with self._sending, suppress(OSError):
-            # the control thread also sees the error and records that the relay's process has ended
-            if self._sock is not None:
-                self._sock.sendall(data)
+        """Send a message to the relay, in the background; without effect while there is none.
 
-    def leave(self, goodbye: Message) -> None:
-        """Send the last message, now or on the connection that is being made."""
-        data = frame(goodbye)
-        with self._sending:
-            self._goodbye = data
-            with suppress(OSError):
-                if self._sock is not None:
-                    self._sock.sendall(data)
-                    # the relay closes its end once it has read everything
-                    self._sock.shutdown(socket.SHUT_WR)
-            with suppress(OSError):
-                if self._connecting is not None:
-                    self._connecting.shutdown(socket.SHUT_RDWR)
+        An exception that interrupts this call changes nothing but whether the message is sent.
+        """
+        self._outgoing.put(_Outgoing(frame(message)))
+
+    def send_and_wait(self, message: Message, timeout: float) -> None:
+        """:meth:`send`, and wait until that is done, ``timeout`` seconds at most."""
+        sent = threading.Lock()
+        sent.acquire()
+        self._outgoing.put(_Outgoing(frame(message), sent))
+        sent.acquire(timeout=timeout)
+
+    def leave(self, goodbye: Message, timeout: float) -> None:
+        """Send the last message, now or on the connection that is being made; waits ``timeout`` seconds at most.
+
+        The first one counts, if it is repeated.
+        """
+        self._outgoing.put(_Outgoing(frame(goodbye), last=True))
+        self._left.wait_for(lambda: not self._sends, timeout)
+
+    def _send_queued(self) -> None:
+        last = False
+        while not last:
+            data, sent, last = self._outgoing.get()
+            with self._sending:
+                if last:
+                    self._goodbye = data
+                    self._stop_connecting()
+                self._send(data, last)
+            if sent is not None:
+                sent.release()
+        with self._left.lock:
+            self._sends = False
+        self._left.notify_all()
+
+    def _send(self, data: bytes, last: bool) -> None:
+        if self._sock is None:
+            return
+        try:
+            self._sock.sendall(data)
+            if last:
+                self._sock.shutdown(socket.SHUT_WR)  # the relay closes its end once it has read everything
+        except Exception:
+            # the control thread sees that the connection has ended: its relay's process, if nothing else has happened
+            self.interrupt()
+
+    def _stop_connecting(self) -> None:
+        with self._closing, suppress(OSError):
+            if self._connecting is not None:
+                self._connecting.shutdown(socket.SHUT_RDWR)
 
     def disconnect(self, sock: Connection) -> None:
-        """Close a connection that this thread reads from, while no other thread sends to it.
+        """Close a connection that this thread reads from, while no other thread uses it.
 
         The system gives its descriptor's number to the next socket, which other threads must not use for this one.
         """
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)  # a thread that waits to send gets an error
-        with self._sending:
+        with self._sending, self._closing:
             self._sock = None
             sock.close()
 
     def interrupt(self) -> None:
         """End the connection; the thread that reads from it closes it."""
-        with self._sending, suppress(OSError):
+        with self._closing, suppress(OSError):
             if self._sock is not None:
                 self._sock.shutdown(socket.SHUT_RDWR)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
+
+from unicoll.net.interrupts import Changes
 
 Message = dict[str, Any]
 Report = dict[str, Any]
@@ -25,8 +26,8 @@ class Reports:
     def __init__(
         self,
         rank: int,
-        departed: Container[int],
-        changed: threading.Condition,
+        departed: Collection[int],
+        changed: Changes,
         send: Callable[[Message], None],
         relay_ended: Callable[[], bool],
     ) -> None:
@@ -41,29 +42,31 @@ class Reports:
 
     def add_source(self, group: str, backend: str, report: Callable[[], Report]) -> None:
         """``report`` gives the state of this process in calls of a backend of the group."""
-        with self._changed:
+        with self._changed.lock:
             self._sources[group, backend] = report
 
     def remove_source(self, group: str, backend: str) -> None:
         """This process has closed the backend of the group."""
-        with self._changed:
+        with self._changed.lock:
             self._sources.pop((group, backend), None)
 
     def request_reports(self, group: str, backend: str, ranks: Iterable[int]) -> dict[int, Report]:
         """The reports of these ranks about a backend of ``group``, without ranks that do not reply within a second."""
         wanted = set(ranks)
-        with self._changed:
+        reports: dict[int, Report] = {}
+        with self._changed.lock:
             self._last_request += 1
             request = self._last_request
-            reports = self._received[request] = {}
         asked = {"t": "ask", "group": group, "backend": backend, "to": sorted(wanted)}
-        self._send({**asked, "from": self._rank, "id": request})
-        with self._changed:
+        try:
+            self._received[request] = reports
+            self._send({**asked, "from": self._rank, "id": request})
             self._changed.wait_for(
-                lambda: all(r in reports or r in self._departed for r in wanted) or self._relay_ended(),
-                _REPLY_S,
+                lambda: not wanted.difference(reports, self._departed) or self._relay_ended(), _REPLY_S
             )
-            return self._received.pop(request)
+        finally:
+            self._received.pop(request, None)
+        return reports
 
     def answer(self, message: Message) -> None:
         """Another rank requests this one's report."""
@@ -74,7 +77,8 @@ class Reports:
 
     def receive(self, message: Message) -> None:
         """A report that this process has requested."""
-        with self._changed:
-            if message["id"] in self._received:
-                self._received[message["id"]][message["from"]] = message["report"]
+        with self._changed.lock:
+            reports = self._received.get(message["id"])
+            if reports is not None:
+                reports[message["from"]] = message["report"]
                 self._changed.notify_all()

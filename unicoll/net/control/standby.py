@@ -91,27 +91,21 @@ class Standby:
         from unicoll.net.stores.signed import SignedStore
         from unicoll.net.stores.tcp import TCPStore
 
-        self._drop_store()
+        used, self._used = self._used, None
+        if used is not None:
+            used.close()
         host, port = address
         secret = Secret(self._key, "the job")
         self._used = TCPStore(host, port, None, False, _STORE_TIMEOUT, False, secret=secret)
         self._used.set_timeout(timeout)
         self.store = SignedStore(PrefixStore("unicoll", self._used), self._key)
 
-    def _drop_store(self) -> None:
-        used, self._used = self._used, None
-        if used is not None:
-            used.close()
-
     def close(self) -> None:
         """Close the listening socket, the relay and the stores; idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
-        self._drop_store()
-        relay, self._relay = self._relay, None
-        if relay is not None:
-            relay.close()
-        served, self._served = self._served, None
-        if served is not None:
-            served.close()
+        # by any thread, so an interrupted close is repeated from its beginning
+        for owned in (self._used, self._relay, self._served):
+            if owned is not None:
+                owned.close()

@@ -44,6 +44,9 @@ class Store(ABC):
     DistStoreError (the store does not support the operation, or is closed) and DistNetworkError (its server cannot be
     reached); waiting methods also raise StoreTimeoutError, which has the missing keys.
 
+    A method that an exception of a signal's handler has ended may have done its work (:meth:`add` may have added), or,
+    of several keys, a part of it. The store remains usable.
+
     A subclass defines the abstract methods; it may override the others, which are implemented with them.
     """
 

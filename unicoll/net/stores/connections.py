@@ -16,6 +16,7 @@ from unicoll.net.channel import Connection, authenticate, keep_alive
 from unicoll.net.fork_safety import guard
 from unicoll.net.handshake import NoAnswerError
 from unicoll.net.interfaces import join_hostport
+from unicoll.net.interrupts import raised_by_handler
 from unicoll.net.secret import Secret
 from unicoll.net.stores.tcp_server import PURPOSE
 from unicoll.net.timeouts import backoff, seconds_left
@@ -30,7 +31,8 @@ _LEAST_SECONDS = 0.1
 class ConnectionPool:
     """Connections to one server. Each has one request at a time, so that a waiting request does not block others.
 
-    A forked child does not use its parent's connections; it makes its own.
+    A forked child does not use its parent's connections; it makes its own. Each connection is in :attr:`_users`, with
+    its user, from its beginning to its end, so that an exception in the middle of any method loses none.
 
     Args:
         hosts: names or addresses of the server; every address that they resolve to is tried.
@@ -53,9 +55,8 @@ class ConnectionPool:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._idle: list[Connection] = []
-        self._all: set[Connection] = set()
-        self._closing = threading.RLock()  # else a shutdown could reach a new socket with the same descriptor
+        self._users: dict[Connection, object | None] = {}  # None for a connection that is idle
+        self._lock = threading.RLock()  # else a shutdown could reach a new socket with the same descriptor
 
     def connect(self, deadline: float) -> None:
         """Makes the first connection; retries until the deadline, since the server may start later.
@@ -71,7 +72,7 @@ class ConnectionPool:
         while True:
             late = seconds_left(deadline) < _LEAST_SECONDS
             try:
-                self._idle.append(self._connect(deadline))
+                self._connect(deadline, None)
                 return
             except AuthenticationError as error:
                 # The server of an earlier job may be shutting down; a server of another protocol stays.
@@ -93,55 +94,61 @@ class ConnectionPool:
                     ) from error
             time.sleep(min(next(pauses) * random.uniform(0.5, 1.0), seconds_left(deadline)))
 
-    def acquire(self) -> Connection:
-        """A connection for one request; :meth:`release` it afterwards, or :meth:`discard` it after an error."""
+    def acquire(self, user: object) -> Connection:
+        """A connection for one request of ``user``; :meth:`release` it afterwards, after an error :meth:`discard`."""
         if self._pid != os.getpid():
             self._reset()
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._connect(time.monotonic() + _ATTEMPT_SECONDS)
+        with self._lock:
+            for sock, other in self._users.items():
+                if other is None:
+                    self._users[sock] = user
+                    return sock
+        return self._connect(time.monotonic() + _ATTEMPT_SECONDS, user)
 
     def release(self, sock: Connection) -> None:
         """Returns a connection to the pool."""
-        self._idle.append(sock)
+        self._users[sock] = None
         if self.closed:
             self.close()
 
-    def discard(self, sock: Connection) -> None:
-        """Closes a connection whose state is unknown."""
-        with self._closing:
-            self._all.discard(sock)
-            sock.close()
+    def discard(self, user: object) -> None:
+        """Closes the connection of a user, whose state is unknown; no effect if there is none."""
+        with self._lock:
+            for sock in [sock for sock, other in self._users.items() if other is user]:
+                sock.close()
+                del self._users[sock]
 
     def close(self) -> None:
         """Closes all connections; a request in progress in another thread fails."""
         self.closed = True
         if self._pid != os.getpid():
             self._reset()
-        while self._idle:
-            self.discard(self._idle.pop())
-        with self._closing:
-            for sock in list(self._all):
+        self.discard(None)
+        with self._lock:
+            for sock in self._users:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
-    def _connect(self, deadline: float) -> Connection:
-        """Tries every address of the server once."""
+    def _connect(self, deadline: float, user: object | None) -> Connection:
+        """A new connection for a user: tries every address of the server once."""
         causes: list[str] = []
         refused: AuthenticationError | None = None
         for host in self.hosts:
             try:
                 found = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)
             except OSError as error:
+                if raised_by_handler(error):
+                    raise
                 causes.append(f"{host}: {error.strerror or error}")
                 continue
             for family, kind, protocol, _, address in found:
                 try:
-                    return self._open(family, kind, protocol, address, deadline)
+                    return self._open(family, kind, protocol, address, deadline, user)
                 except AuthenticationError as error:
                     refused = error
                 except (OSError, DistNetworkError) as error:
+                    if raised_by_handler(error):
+                        raise
                     reason = getattr(error, "strerror", None) or error
                     causes.append(f"{join_hostport(str(address[0]), self.port)}: {reason}")
         if refused is not None:
@@ -149,7 +156,13 @@ class ConnectionPool:
         raise DistNetworkError("; ".join(dict.fromkeys(causes)) or f"{self.address} has no address")
 
     def _open(
-        self, family: int, kind: int, protocol: int, address: tuple[object, ...], deadline: float
+        self,
+        family: int,
+        kind: int,
+        protocol: int,
+        address: tuple[object, ...],
+        deadline: float,
+        user: object | None,
     ) -> Connection:
         sock = guard(socket.socket(family, kind, protocol))
         try:
@@ -165,8 +178,9 @@ class ConnectionPool:
                 self.private = private
             elif self.private and not private:
                 raise AuthenticationError(f"the store server at {self.address} is no longer this user's own")
+            with self._lock:
+                self._users[connection] = user
         except BaseException:
             sock.close()
             raise
-        self._all.add(connection)
         return connection

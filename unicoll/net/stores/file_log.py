@@ -13,12 +13,13 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from unicoll.errors import DistStoreError
 from unicoll.net import peer_credentials
 from unicoll.net.fork_safety import in_child
+from unicoll.net.interrupts import raised_by_handler
 from unicoll.net.stores.protocol import (
     REQUEST,
     MalformedError,
@@ -33,6 +34,8 @@ from unicoll.net.stores.table import HIDDEN, Table, WaitRequired
 from unicoll.net.timeouts import backoff
 
 FIRST_LINE = b"unicoll file store 1\n"
+T = TypeVar("T")
+
 _JOINED = HIDDEN + b"users"
 _LEFT = HIDDEN + b"left"
 
@@ -49,6 +52,9 @@ class FileLog:
 
     fcntl locks belong to the process, and closing any descriptor of a file releases them. So there is one descriptor,
     and a thread lock is taken before the file's lock.
+
+    An exception of a signal's handler may leave a record incomplete, as a killed process does, or complete. This
+    process then reads the file from its beginning.
     """
 
     def __init__(self, path: str, fd: int, identity: tuple[int, int]) -> None:
@@ -56,14 +62,17 @@ class FileLog:
         self.identity = identity
         self.handles = 0
         self._fd = fd
-        self._thread_lock = threading.Lock()
+        self._thread_lock = threading.RLock()
+        self._holder: int | None = None  # the thread that has the locks
         self._max_value = max_value()
         self._max_file_size = _MAX_LARGEST_REQUESTS * max_request(self._max_value)
         self._replay_from_start()
 
     def _replay_from_start(self) -> None:
+        self._in_doubt = True
         self._table = Table()
         self._offset = 0
+        self._in_doubt = False  # True while the table and the offset may not fit together
 
     def execute(self, op: StoreOp, fields: Sequence[bytes], record: bytes) -> Sequence[bytes]:
         """Executes one operation on the present state of the file; ``record`` is the request for the log.
@@ -71,35 +80,48 @@ class FileLog:
         Raises:
             WaitRequired: the operation has to wait for keys.
         """
-        with self._locked(op.mutates):
+
+        def run() -> Sequence[bytes]:
             self._replay_new_records()
             return self._mutate(op, fields, record) if op.mutates else self._table.apply(op, fields)
 
+        return self._with_lock(op.mutates, run)
+
     def add_user(self) -> bool:
         """Counts a new user; False if the file was removed after it was opened."""
-        with self._locked(True):
+
+        def run() -> bool:
             self._replay_new_records()
             if not self.is_current():
                 return False
             self._count(_JOINED, 1)
             return True
 
+        return self._with_lock(True, run)
+
     def remove_user(self, world_size: int) -> None:
         """Counts a user that leaves, and removes the file after the last of ``world_size``."""
-        with self._locked(True):
+
+        def run() -> None:
             self._replay_new_records()
             left, users = self._count(_LEFT, 1), self._count(_JOINED, 0)
             if left >= max(users, world_size) and self.is_current():
                 os.unlink(self.path)
 
+        self._with_lock(True, run)
+
     def _mutate(self, op: StoreOp, fields: Sequence[bytes], record: bytes) -> Sequence[bytes]:
         """Executes a mutating operation, and appends it to the log if it has changed a key; under the lock."""
+        self._in_doubt = True
         try:
             reply = self._table.apply(op, fields)
             if self._table.changed_keys:
                 self._append(record)
-        finally:
-            self._table.changed_keys.clear()
+        except (WaitRequired, DistStoreError):  # nothing was changed
+            self._in_doubt = False
+            raise
+        self._table.changed_keys.clear()
+        self._in_doubt = False
         return reply
 
     def _count(self, key: bytes, amount: int) -> int:
@@ -131,21 +153,34 @@ class FileLog:
         os.close(self._fd)
         self._fd = -1
 
-    @contextmanager
-    def _locked(self, exclusive: bool) -> Iterator[None]:
+    def _with_lock(self, exclusive: bool, run: Callable[[], T]) -> T:
+        """The result of ``run``, called with the locks.
+
+        Each lock is taken within the ``try`` that releases it, and by no context manager written in Python: an
+        exception of a signal's handler may come after any call.
+        """
+        me = threading.get_ident()
+        if self._holder == me:
+            raise DistStoreError(f"FileStore {self.path}: a signal's handler uses it within an operation")
         deadline = time.monotonic() + _LOCK_SECONDS
-        if not self._thread_lock.acquire(timeout=_LOCK_SECONDS):
-            raise self._lock_timeout_error("a thread of this process")
         try:
+            if not self._thread_lock.acquire(timeout=_LOCK_SECONDS):
+                raise self._lock_timeout_error("a thread of this process")
+            self._holder = me
             if self._fd < 0:
                 raise DistStoreError(f"FileStore {self.path} has been closed")
-            self._lock_file(fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, deadline)
             try:
-                yield
+                self._lock_file(fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, deadline)
+                return run()
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
         finally:
-            self._thread_lock.release()
+            if self._holder == me:
+                self._holder = None
+            try:
+                self._thread_lock.release()
+            except RuntimeError:  # it was not acquired
+                pass
 
     def _lock_file(self, kind: int, deadline: float) -> None:
         pauses = backoff(*_LOCK_PAUSES)
@@ -157,6 +192,8 @@ class FileLog:
                 if time.monotonic() >= deadline:
                     raise self._lock_timeout_error("another process, perhaps a stopped one,") from None
             except OSError as error:
+                if raised_by_handler(error):
+                    raise
                 raise DistStoreError(
                     f"FileStore {self.path} cannot be locked: {error.strerror}. The file system must have fcntl locks"
                 ) from error
@@ -166,6 +203,8 @@ class FileLog:
         return DistStoreError(f"FileStore {self.path}: {holder} has held its lock for {_LOCK_SECONDS:g} s")
 
     def _replay_new_records(self) -> None:
+        if self._in_doubt:
+            self._replay_from_start()
         size = os.fstat(self._fd).st_size
         if size < self._offset:
             raise DistStoreError(f"FileStore {self.path} has been truncated by another program")
@@ -183,14 +222,16 @@ class FileLog:
             if len(line) < len(FIRST_LINE):
                 return
             self._offset = len(FIRST_LINE)
+        self._in_doubt = True
         # In chunks: a file from elsewhere may be large and sparse.
         chunk = _CHUNK_SIZE
         while (left := size - self._offset) > 0:
             done = self._replay(memoryview(self._read(min(left, chunk))))
             if not done and chunk >= left:
-                return  # the last record is not complete
+                break  # the last record is not complete
             self._offset += done
             chunk = _CHUNK_SIZE if done else 2 * chunk
+        self._in_doubt = False
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -234,6 +275,8 @@ class FileLog:
                 data = data[written:]
                 at += written
         except OSError as error:
+            if raised_by_handler(error):
+                raise
             self._undo_append()
             raise DistStoreError(
                 f"FileStore {self.path} cannot be written: {error.strerror}; its present keys can still be read"

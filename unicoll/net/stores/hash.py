@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Sequence
 
 from unicoll.errors import DistStoreError
+from unicoll.net.interrupts import Changes
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.protocol import StoreOp
 from unicoll.net.stores.table import Table, WaitRequired
-from unicoll.net.timeouts import seconds_left
 
 
 class _Shared:
@@ -19,7 +17,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.table = Table()
-        self.changed = threading.Condition()
+        self.changes = Changes()
         self.pid = os.getpid()
 
 
@@ -42,23 +40,30 @@ class HashStore(RequestStore):
                 f"{name}: this HashStore belongs to process {shared.pid}; a forked child needs a FileStore or TCPStore",
                 op=name,
             )
-        deadline, waited = time.monotonic() + seconds, False
-        with shared.changed:
-            while self._shared is not None:
-                try:
-                    return self._apply(shared, op, fields, waited)
-                except WaitRequired as state:
-                    waited = True
-                    if not shared.changed.wait(seconds_left(deadline)) and time.monotonic() >= deadline:
-                        raise self._timeout_error(state.keys, seconds, name) from None
-        raise self._closed_error(name)
+        waited, missing, reply = False, fields, fields
+
+        def done() -> bool:
+            nonlocal waited, missing, reply
+            if self._shared is None:
+                raise self._closed_error(name)
+            try:
+                reply = self._apply(shared, op, fields, waited)
+            except WaitRequired as state:
+                waited, missing = True, state.keys
+                return False
+            return True
+
+        if not shared.changes.wait_for(done, seconds):
+            raise self._timeout_error(missing, seconds, name)
+        return reply
 
     def _apply(self, shared: _Shared, op: StoreOp, fields: Sequence[bytes], waited: bool) -> Sequence[bytes]:
-        reply = shared.table.apply(op, fields, waited)
-        if shared.table.changed_keys:
-            shared.table.changed_keys.clear()
-            shared.changed.notify_all()
-        return reply
+        try:
+            return shared.table.apply(op, fields, waited)
+        finally:  # an exception of a signal's handler may come after the change
+            if shared.table.changed_keys:
+                shared.table.changed_keys.clear()
+                shared.changes.notify_all()
 
     def clone(self) -> HashStore:
         """Another handle on the same values, with its own timeout."""
@@ -71,8 +76,8 @@ class HashStore(RequestStore):
         """Closes this handle; its clones stay open."""
         shared, self._shared = self._shared, None
         if shared is not None and shared.pid == os.getpid():
-            with shared.changed:
-                shared.changed.notify_all()
+            with shared.changes.lock:
+                shared.changes.notify_all()
 
     def __repr__(self) -> str:
         return "HashStore()"

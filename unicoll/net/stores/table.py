@@ -27,6 +27,9 @@ class WaitRequired(Exception):
 class Table:
     """Values and queues by key.
 
+    An exception of a signal's handler leaves an operation done or not, or of several keys done for some: what changes a
+    key is no call of a function, or the last one.
+
     Attributes:
         changed_keys: the keys that operations have changed, in order; the caller of the table clears it.
     """
@@ -162,8 +165,14 @@ class Table:
 
     def _queue_push(self, fields: Fields) -> Fields:
         key, value = fields
-        self._queues.setdefault(key, deque()).append(value)
-        self._wakes[key] = self._wakes.get(key, 0) + 1
+        queue = self._queues.get(key)
+        if queue is None:
+            new = deque((value,))
+            self._wakes[key] = 1
+            self._queues[key] = new
+        else:
+            self._wakes[key] += 1
+            queue.append(value)
         self.changed_keys.append(key)
         return ()
 
@@ -178,8 +187,10 @@ class Table:
         queue = self._queues.get(key)
         if queue is None:
             return ()
-        value = queue.popleft()
-        if not queue:
+        value = queue[0]
+        if len(queue) > 1:
+            queue.popleft()
+        else:
             del self._queues[key], self._wakes[key]
         self.changed_keys.append(key)
         return (value,)

@@ -17,6 +17,7 @@ from unicoll.errors import (
 )
 from unicoll.net.channel import Connection
 from unicoll.net.interfaces import join_hostport
+from unicoll.net.interrupts import raised_by_handler
 from unicoll.net.records import TamperedError
 from unicoll.net.secret import Secret, find_secret
 from unicoll.net.stores.base import DEFAULT_TIMEOUT, Timeout
@@ -43,8 +44,9 @@ class TCPStore(RequestStore):
     """A client of a store server, and with ``is_master`` also that server (torch.distributed.TCPStore).
 
     The server runs in one thread of the master's process and supports thousands of clients. Every connection proves
-    the job's secret first. The master listens on loopback only if ``host_name`` is a loopback address, else on
-    all interfaces, with a warning if there is no secret.
+    the job's secret first. An exception of a signal's handler in a request ends its connection, and the next request
+    has another one. The master listens on loopback only if ``host_name`` is a loopback address, else on all interfaces,
+    with a warning if there is no secret.
 
     Args:
         host_name: name or address, of either family, at which clients reach the master.
@@ -138,10 +140,12 @@ class TCPStore(RequestStore):
             linger: the server continues until its last client has disconnected, or this process exits. A new master
                 of the same host and port in this process takes it over, with its keys.
         """
-        pending = self._finalizer.detach()
+        pending = self._finalizer.peek()
         if pending is not None:
             pool, server, pid, _ = pending[2]
-            _close_handle(pool, server, pid, linger)
+            pool.close()  # before detach(): an interrupted close is repeated
+            if self._finalizer.detach() is not None:
+                _close_handle(pool, server, pid, linger)
 
     def clone(self) -> TCPStore:
         """Another client of the same server, with its own connections and timeout. It does not own the server."""
@@ -171,27 +175,31 @@ class TCPStore(RequestStore):
             raise self._closed_error(name)
         request = self._pack(op, fields, seconds, name)
         reply_timeout = seconds + _ANSWER_SECONDS + len(request) / _MIN_BYTES_PER_SECOND
+        user = object()
         try:
-            sock = pool.acquire()
-        except DistNetworkError as error:
-            raise self._lost_error(name, error) from error
-        try:
+            sock = pool.acquire(user)
             sock.settimeout(reply_timeout)
             sock.sendall(request)
             status, reply = _receive(sock)
             validate_reply(op, status, reply, len(fields))
+            pool.release(sock)
+        except DistNetworkError as error:
+            pool.discard(user)
+            raise self._lost_error(name, error) from error
         except MalformedError as error:
-            pool.discard(sock)
+            pool.discard(user)
             raise DistNetworkError(
                 f"{name}: the store server at {pool.address} sent an invalid reply: {error}", op=name
             ) from error
         except TamperedError as error:
-            pool.discard(sock)
+            pool.discard(user)
             raise AuthenticationError(
                 f"{name}: the store server at {pool.address}: {error.strerror}", op=name
             ) from error
         except OSError as error:
-            pool.discard(sock)
+            pool.discard(user)
+            if raised_by_handler(error):
+                raise
             if pool.closed:
                 raise self._closed_error(name) from error
             if isinstance(error, TimeoutError):
@@ -201,10 +209,9 @@ class TCPStore(RequestStore):
                     op=name,
                 ) from error
             raise self._lost_error(name, error) from error
-        except BaseException:
-            pool.discard(sock)
+        except BaseException:  # the reply may come later; the next request has another connection
+            pool.discard(user)
             raise
-        pool.release(sock)
         if status == Status.OK:
             return reply
         if status == Status.TIMEOUT:

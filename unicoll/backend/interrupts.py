@@ -1,0 +1,24 @@
+"""Exceptions that end a call and are not the library's (:mod:`unicoll.net.interrupts` says where CPython raises them).
+
+What the call has done until then is not known, and other ranks may be in it. So the group fails, with an error that
+names the exception, unless the call has said that it has changed nothing (:func:`mark_unchanged`).
+"""
+
+from __future__ import annotations
+
+from unicoll.errors import DistError
+
+_MARK = "_unicoll_changed_nothing"
+
+
+def mark_unchanged(error: BaseException) -> None:
+    """Say that the call which ``error`` ends has changed nothing, on any rank: as if it had not been made."""
+    try:
+        setattr(error, _MARK, True)
+    except AttributeError:  # a class with slots: the group fails
+        pass
+
+
+def leaves_doubt(error: BaseException) -> bool:
+    """True if the state of a group is not known any more because ``error`` ends one of its calls."""
+    return not isinstance(error, DistError) and not hasattr(error, _MARK)
