@@ -156,9 +156,8 @@ class Channel:
         if not self._data and not self._receive(flags):
             return b""
         data = bytes(self._data[:size])
-        self._data = self._data[
-            size:
-        ]  # after the last call of a function, behind which an exception could lose data
+        # after the last call of a function, behind which an exception could lose data
+        self._data = self._data[size:]
         return data
 
     def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:

@@ -43,9 +43,8 @@ class RelayConnection:
         self._outgoing: SimpleQueue[_Outgoing] = SimpleQueue()
         self._sends = False  # True while there is a thread that sends
         self._left = Changes()
-        self._sending = (
-            threading.Lock()
-        )  # held while sending, by the control thread and that which sends only
+        # held while sending, by the control thread and the one that only sends
+        self._sending = threading.Lock()
         self._closing = threading.Lock()  # held shortly; taken after the other one
         self._sock: Connection | None = None
         self._connecting: socket.socket | None = None
