@@ -17,6 +17,7 @@ from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
 from mpi_comm.p2p.matcher import EAGER_LIMIT, PACK, RequestMatcher
 from mpi_comm.p2p.requests import PendingRequest
 from unicoll.backend import Call, operation_errors
+from unicoll.backend.interrupts import mark_unchanged
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistBackendError, DistError, OperationTimeoutError
 from unicoll.net import logs
@@ -121,7 +122,10 @@ class MPIP2PEngine:
             self._wait_for(request.completion)
         except BaseException as e:  # interrupted
             if not request.completion.done():
+                waits = not (request.call.inputs or request.matched or request.mpi_requests)
                 self._end(request, e)
+                if waits:  # for a message of which nothing has come
+                    mark_unchanged(e)
             raise
 
     def _wait_for(self, completion: HostCompletion) -> None:

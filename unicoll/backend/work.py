@@ -391,7 +391,13 @@ class Work:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing():  # done() may take a lock, which a daemon thread that no longer runs may hold
             return
-        if not self._waited and self._completion.exception() is None and not self._completion.done():
+        try:
+            dropped = (
+                not self._waited and self._completion.exception() is None and not self._completion.done()
+            )
+        except AttributeError:  # an exception of a signal's handler has ended its creation
+            return
+        if dropped:
             warnings.warn(
                 f"a Work was dropped without wait(): {self._calls[0].describe()}",
                 ResourceWarning,
