@@ -18,6 +18,7 @@ from typing import Any
 
 from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.errors import DistNetworkError, DistStoreError
+from unicoll.net.interrupts import LazyThread
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.protocol import (
     REPLY,
@@ -80,24 +81,21 @@ class _Server:
         self._sent: list[tuple[Any, bytes, int]] = []
         self._clients: dict[int, int] = {}  # open stores by process
         self._users = 0
-        self._thread: threading.Thread | None = None
+        self._thread = LazyThread("unicoll-mpi-store")
         self._stop_at = math.inf
         mpi.before_end.append(self._stop)
 
     def _stop(self) -> None:
         """MPI is about to be finalized: receive that the other processes have closed their stores."""
         self._stop_at = time.monotonic() + _DRAIN_S
-        thread = self._thread
-        if thread is not None:
-            thread.join(2 * _DRAIN_S)
+        self._thread.join(2 * _DRAIN_S)
 
     def open(self) -> None:
         """A handle of this process was opened."""
         with self.changed:
             self._users += 1
-            if self._thread is None and self._mpi.size > 1:
-                self._thread = threading.Thread(target=self._serve, name="unicoll-mpi-store", daemon=True)
-                self._thread.start()
+            if self._mpi.size > 1:
+                self._thread.start(self._serve)
 
     def close(self) -> None:
         """A handle of this process was closed; the thread continues until the other processes have closed theirs."""
@@ -133,7 +131,7 @@ class _Server:
                 now = time.monotonic()
                 used = self._has_clients() or (self._users and self._stop_at == math.inf)
                 if not used or now >= self._stop_at:
-                    self._thread = None
+                    self._thread = LazyThread("unicoll-mpi-store")  # for the next store
                     return
             if now > spin_until:
                 time.sleep(next(pauses))

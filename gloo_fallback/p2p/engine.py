@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 from gloo_fallback.p2p.connection import PeerConnection
@@ -96,7 +97,7 @@ class P2PEngine:
         """Send, receive or probe, and return when the array may be used again."""
         if self._send_at_once(call) if call.inputs else self._receive_at_once(call):
             return
-        held = self._progress.held_here
+        held = self._progress.owner == get_ident()
         pending = None
         try:
             posted = PendingMessage(call, None)
@@ -133,7 +134,7 @@ class P2PEngine:
 
     def fail(self, cause: BaseException) -> None:
         """Fail the group because an interrupt has left the connections in an unknown state."""
-        error = operation_errors.member_failed_error(self.context, "in a message of", cause)
+        error = operation_errors.member_failed_error(self.context, "sending or receiving in", cause)
         self.state.announce(error)
 
     def post(self, call: Call) -> HostCompletion:
@@ -155,7 +156,7 @@ class P2PEngine:
             self.state.check()
             if self._matcher.post_probe(pending):
                 return True
-        before = self._progress.held_here
+        before = self._progress.owner == get_ident()
         try:
             if not before and self._progress.try_acquire():
                 self._progress.receive_available()
@@ -189,7 +190,7 @@ class P2PEngine:
         if call.op is PROBE or not self._matcher.empty(call.peer):
             return False
         rings = self._rings(call.peer)
-        if not rings or self._progress.held_here:
+        if not rings or self._progress.owner == get_ident():
             return False
         try:
             if not self._progress.try_acquire():
@@ -237,39 +238,35 @@ class P2PEngine:
 
     def _accept(self, pending: PendingMessage) -> None:
         self.state.check()
+        call = pending.call
         self._in_flight.add(pending)
         try:
-            self._begin(pending)
+            sends_now = bool(call.inputs) and not pending.background
+            if (
+                sends_now
+                and call.peer != self.context.rank
+                and self._connections[call.peer] is None
+                and not self._connector.has_queued_send_to(call.peer)
+            ):
+                self._connector.connect(pending)
+            with self.lock:
+                self.state.check()
+                if call.op is PROBE:
+                    if self._matcher.post_probe(pending):
+                        self.finish(pending)
+                elif not call.inputs:
+                    message = self._matcher.post_receive(pending)
+                    if message is not None:
+                        self._match_unexpected(pending, message)
+                elif call.peer == self.context.rank:
+                    self._send_to_self(pending)
+                else:
+                    self._queue(pending)
         except DistError:  # the caller has no completion to wait for
             if not pending.completion.done():
                 self._cancel(pending)
             raise
-        finally:
-            self.report_completed()
-
-    def _begin(self, pending: PendingMessage) -> None:
-        call = pending.call
-        sends_now = bool(call.inputs) and not pending.background
-        if (
-            sends_now
-            and call.peer != self.context.rank
-            and self._connections[call.peer] is None
-            and not self._connector.has_queued_send_to(call.peer)
-        ):
-            self._connector.connect(pending)
-        with self.lock:
-            self.state.check()
-            if call.op is PROBE:
-                if self._matcher.post_probe(pending):
-                    self.finish(pending)
-            elif not call.inputs:
-                message = self._matcher.post_receive(pending)
-                if message is not None:
-                    self._match_unexpected(pending, message)
-            elif call.peer == self.context.rank:
-                self._send_to_self(pending)
-            else:
-                self._queue(pending)
+        self.report_completed()
 
     def _queue(self, pending: PendingMessage) -> None:
         """Queue a send behind earlier ones, also those that wait for the connection."""
@@ -351,8 +348,12 @@ class P2PEngine:
         self.unsure = True
         try:
             connection.receiver.receive(self.buffer)
+        except BlockingIOError as error:
+            if error.errno is None:  # of a signal's handler
+                raise
+            found = False
         except (OSError, EOFError) as error:
-            found = self.connection_ended(connection, error)
+            self.connection_ended(connection, error)
         self.unsure = False
         return found
 
@@ -362,17 +363,11 @@ class P2PEngine:
         function(*arguments)
         self.unsure = False
 
-    def connection_ended(self, connection: PeerConnection, error: OSError | EOFError) -> bool:
-        """Handle an exception of a read, while ``unsure``: False if nothing has come; else the connection is dropped.
-
-        It may also be that of a signal's handler, which is raised.
-        """
+    def connection_ended(self, connection: PeerConnection, error: OSError | EOFError) -> None:
+        """Drop a connection whose read has raised, while ``unsure``; raise the exception if it is a handler's."""
         if isinstance(error, OSError) and raised_by_handler(error):
             raise error
-        if isinstance(error, BlockingIOError):
-            return False
         self.drop_connection(connection.peer, error)
-        return True
 
     def check_deadlines(self, now: float) -> None:
         """Check the group's error, deadlines and lost ranks; called every 0.1 s."""

@@ -15,6 +15,7 @@ from gloo_fallback.shm.ring_buffer import RingReader, poll_any
 from unicoll.backend.interrupts import leaves_doubt
 from unicoll.errors import OperationTimeoutError
 from unicoll.net import logs
+from unicoll.net.interrupts import LazyThread
 
 if TYPE_CHECKING:
     from gloo_fallback.p2p.connection import PeerConnection
@@ -42,6 +43,7 @@ class ProgressEngine:
 
     Attributes:
         poll: the epoll object at which connections are registered.
+        owner: identifier of the thread that runs progress, or 0.
     """
 
     def __init__(self, engine: P2PEngine, spins: int) -> None:
@@ -53,10 +55,10 @@ class ProgressEngine:
         self.poll.register(self._waker.descriptor, select.EPOLLIN)
         # It knows its owner, so that a thread that is interrupted behind the acquisition can release it (give_back).
         self._progress_lock = threading.RLock()
-        self._progress_owner = 0  # identifier of the thread that holds the lock, or 0
+        self.owner = 0
         self._lock = threading.Lock()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = LazyThread("unicoll-messages")
         self._thread_active = False  # True if the progress thread will check for pending work
         self._waiters = 0  # callers that wait to take over from the progress thread
         self._closed = False
@@ -66,7 +68,7 @@ class ProgressEngine:
     def until_done(self, pending: PendingMessage) -> None:
         """Run progress until ``pending`` is done, or wait for it while another thread runs progress."""
         completion = pending.completion
-        held = self.held_here  # in a callback of an operation that this thread has ended
+        held = self.owner == threading.get_ident()  # in a callback of an operation that this thread has ended
         try:
             while not completion.done():
                 if held:
@@ -92,26 +94,21 @@ class ProgressEngine:
             while not pending.completion.done():
                 self._progress_once(pending)
         finally:
-            self._progress_owner = 0
+            self.owner = 0
             self._progress_lock.release()
-
-    @property
-    def held_here(self) -> bool:
-        """True if the calling thread runs progress."""
-        return self._progress_owner == threading.get_ident()
 
     def try_acquire(self) -> bool:
         """Acquire the progress lock, which the calling thread does not hold, unless another thread does."""
         if not self._progress_lock.acquire(blocking=False):
             return False
-        self._progress_owner = threading.get_ident()
+        self.owner = threading.get_ident()
         return True
 
     def give_back(self, held: bool) -> None:
         """Release the progress lock if the calling thread has it, and had it not before (``held``)."""
         if held or not self._progress_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition does
             return
-        self._progress_owner = 0
+        self.owner = 0
         self._progress_lock.release()
         if self._engine.pending():
             self.wake_thread()
@@ -119,17 +116,16 @@ class ProgressEngine:
     def _acquire_progress(self) -> bool:
         """Acquire the progress lock, unless another caller holds it; the progress thread gives it up."""
         if self._progress_lock.acquire(blocking=False):
-            self._progress_owner = threading.get_ident()
+            self.owner = threading.get_ident()
             return True
-        thread = self._thread
-        if thread is None or self._progress_owner != thread.ident:
+        if self.owner == 0 or self.owner != self._thread.ident:
             return False
         self._waiters += 1
         try:
             self._waker.wake()
             if not self._progress_lock.acquire(timeout=_TICK_S):
                 return False
-            self._progress_owner = threading.get_ident()
+            self.owner = threading.get_ident()
             return True
         finally:
             self._waiters -= 1
@@ -139,15 +135,11 @@ class ProgressEngine:
         with self._lock:
             if self._thread_active or self._closed:
                 return
-            if self._thread is None or self._thread.ident is None:  # its start may have been interrupted
-                self._thread = threading.Thread(target=self._work, name="unicoll-messages", daemon=True)
-                self._thread.start()
+            self._thread.start(self._work)
             self._wakeups.put(True)
             self._thread_active = True
 
     def _work(self) -> None:
-        if self._thread is not threading.current_thread():
-            return  # an interrupt of its start has left it to a second one
         try:
             self._serve()
         except BaseException as e:
@@ -165,12 +157,12 @@ class ProgressEngine:
                         break
                 if not self._progress_lock.acquire(timeout=_TICK_S):
                     continue
-                self._progress_owner = threading.get_ident()
+                self.owner = threading.get_ident()
                 try:
                     if self._engine.pending():  # another thread may have completed everything meanwhile
                         self._progress_once()
                 finally:
-                    self._progress_owner = 0
+                    self.owner = 0
                     self._progress_lock.release()
 
     def _progress_once(self, pending: PendingMessage | None = None) -> None:
@@ -236,10 +228,13 @@ class ProgressEngine:
                 engine.unsure = True
                 try:
                     receive(buffer)
+                except BlockingIOError as error:
+                    if error.errno is None:  # of a signal's handler
+                        raise
+                    engine.unsure = False
+                    continue
                 except (OSError, EOFError) as error:
-                    if not engine.connection_ended(connection, error):
-                        engine.unsure = False
-                        continue
+                    engine.connection_ended(connection, error)
                 engine.unsure = False
             return True
         return False
@@ -307,7 +302,7 @@ class ProgressEngine:
     @property
     def active(self) -> bool:
         """True if a thread runs progress, or is about to."""
-        return self._thread_active or self._progress_owner != 0
+        return self._thread_active or self.owner != 0
 
     def wake(self) -> None:
         """Wake the thread that runs progress."""
@@ -317,11 +312,9 @@ class ProgressEngine:
         """End the thread and release all resources, once nothing is pending; idempotent."""
         self._closed = True
         self._waker.wake()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._wakeups.put(False)
-            thread.join(2.0)
-        held_here = self._progress_owner == threading.get_ident()  # closed in a callback
+        self._wakeups.put(False)
+        self._thread.join(2.0)
+        held_here = self.owner == threading.get_ident()  # closed in a callback
         if held_here or self._progress_lock.acquire(timeout=2.0):
             self._waker.close()
             self.poll.close()

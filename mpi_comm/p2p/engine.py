@@ -22,6 +22,7 @@ from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistBackendError, DistError, OperationTimeoutError
 from unicoll.net import logs
 from unicoll.net.control.wait_graph import MessageState
+from unicoll.net.interrupts import LazyThread
 from unicoll.net.timeouts import backoff
 
 log = logs.logger("mpi")
@@ -48,7 +49,7 @@ class MPIP2PEngine:
         self._progress_lock = threading.Lock()
         self._thread_lock = threading.Lock()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = LazyThread(f"unicoll-{context.name}-messages")
         self._closed = False
         self._checked_at = 0.0
         self._departed_at: dict[int, float] = {}
@@ -168,10 +169,7 @@ class MPIP2PEngine:
         """Let the group's thread run progress while anything is pending."""
         if self._matcher.pending() and not self._closed:
             with self._thread_lock:
-                if self._thread is None:
-                    name = f"unicoll-{self._context.name}-messages"
-                    self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-                    self._thread.start()
+                self._thread.start(self._work)
             self._wakeups.put(True)
 
     def _work(self) -> None:
@@ -306,8 +304,6 @@ class MPIP2PEngine:
         """Make all pending operations raise, and end the thread; True if MPI has no request of this group."""
         self.abort()
         self._closed = True
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._wakeups.put(False)
-            thread.join(2.0)
+        self._wakeups.put(False)
+        self._thread.join(2.0)
         return self._matcher.idle

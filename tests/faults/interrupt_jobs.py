@@ -130,6 +130,27 @@ def send(count: int, sender: int, posted: bool = False) -> Operation:
     return step
 
 
+def received_objects() -> Operation:
+    """Lists of objects from rank 1, each a header and a body. An interrupted receive has consumed both or none."""
+    last: dict[Any, int] = {}
+
+    def step(group: Any, k: int) -> Step | None:
+        if me(group) == 1:
+            return lambda: dist.send_object_list([k, bytes(20_000)], 0, group=group), _nothing
+        if me(group) != VICTIM:
+            return None
+        found: list[Any] = [None, None]
+
+        def check() -> None:
+            expected = last.get(group, -1) + 1
+            assert found == [expected, bytes(20_000)], f"{found[0]} in place of {expected}"
+            last[group] = expected
+
+        return lambda: dist.recv_object_list(found, 1, group=group), check
+
+    return step
+
+
 def batch(group: Any, k: int) -> Step:
     """Messages in a ring, to the next rank from the one before."""
     rank, size = me(group), group.size()
@@ -163,6 +184,7 @@ OPERATIONS: dict[str, Operation] = {
     "irecv": send(8, 1, True),
     "irecv large": send(LARGE, 1, True),
     "batch": batch,
+    "recv_object_list": received_objects(),
 }
 
 

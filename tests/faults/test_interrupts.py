@@ -6,11 +6,19 @@ ranks make theirs. The short run tries a part of the points.
 
 from __future__ import annotations
 
+import signal
+from typing import Any
+
+import numpy as np
 import pytest
 
+import unicoll as dist
 from tests.faults import interrupt_jobs as jobs
+from tests.support.on_ranks import on_ranks
+from tests.support.order import await_true
 from tests.support.ranks import joined, sample_seed
 from tests.support.selection import is_short
+from unicoll.api import objects
 
 _SHARE = 6
 """The short run tries every nth point."""
@@ -47,3 +55,40 @@ def test_the_rank_leaves_the_group(transport: str) -> None:
 def test_the_first_call_of_a_group(transport: str) -> None:
     """It selects the transport, and connects."""
     run(2, transport, ["all_reduce", "all_gather_object", "send", "recv", "irecv"], warm=False)
+
+
+class Alarm(Exception):
+    """Raised by a signal's handler."""
+
+
+@on_ranks(2, env={})
+def test_a_list_of_objects_is_received_as_a_whole() -> None:
+    """Rank 0 is interrupted while it waits for the body, whose header it has; rank 1 sends none until that is known."""
+    world: Any = dist.group.WORLD
+    real = objects._transfer, objects.read_headers
+    if dist.get_rank() == 1:
+
+        def transfer(pg: Any, sending: bool, array: Any, *rest: Any) -> int:
+            if len(array) != objects.HEADER.size:
+                await_true(lambda: world.job.control.group_failure(world.name))
+            return real[0](pg, sending, array, *rest)
+
+        objects._transfer = transfer
+        with pytest.raises(dist.GroupAbortedError, match=r"rank 0 .*Alarm"):
+            dist.send_object_list([bytes(1_000_000)], 0)
+    else:
+
+        def ring(*_: object) -> None:
+            raise Alarm
+
+        def headers(*arguments: Any) -> Any:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            return real[1](*arguments)
+
+        objects.read_headers = headers
+        signal.signal(signal.SIGALRM, ring)
+        with pytest.raises(Alarm):
+            dist.recv_object_list([None], 1)
+    objects._transfer, objects.read_headers = real
+    with pytest.raises(dist.GroupAbortedError, match=r"rank 0 .*recv_object_list.*Alarm"):
+        dist.all_reduce(np.ones(1))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from collections.abc import Iterator
 
 import pytest
 
 import unicoll
-from unicoll.api import collectives, p2p
+from unicoll.api import collectives, objects, p2p
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import as_options
 from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.group import collective_methods
 
 
 def words(text: str) -> list[str]:
@@ -364,3 +367,26 @@ def test_function_and_method_are_those_of_the_row(row):
         assert f"{name}:" in text, name
     assert row.mpi in text
     assert row.mpi in inspect.getdoc(method)
+
+
+def _functions_of_groups() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The functions and methods that make calls of a group."""
+    for module in (collectives, p2p, objects, collective_methods):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                names = {a.arg for a in (*node.args.args, *node.args.kwonlyargs)}
+                if names & {"group", "self", "p2p_op_list"}:
+                    yield f"{module.__name__}.{node.name}", node
+
+
+def test_each_function_of_a_group_fails_it_if_interrupted():
+    """Its body, but for the docstring, is a try whose handler of all exceptions calls ``interrupted``."""
+    found = list(_functions_of_groups())
+    assert len(found) > 40
+    for name, node in found:
+        last = node.body[-1]
+        assert isinstance(last, ast.Try), name
+        assert len(node.body) <= 2, name
+        (handler,) = last.handlers
+        assert "BaseException" in ast.unparse(handler), name
+        assert "interrupted(" in ast.unparse(handler), name

@@ -11,14 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance import p2p_jobs
+from tests.support.interrupts import Point, Points
 from tests.support.ranks import run_ranks
 from tests.unit import channel_jobs as jobs
+from tests.unit.interrupt_points import interrupt_at
 from tests.unit.on_path import on_path
 from unicoll.errors import AuthenticationError, DistNetworkError
 from unicoll.net import channel, handshake_messages, tls
@@ -26,6 +29,7 @@ from unicoll.net.channel import Channel, authenticate
 from unicoll.net.control.relay import Relay
 from unicoll.net.framed_server import frame, handshake_address, read_frame
 from unicoll.net.handshake_messages import Protection
+from unicoll.net.interrupts import InterruptedStreamError
 from unicoll.net.records import MAX_DATA, MacRecords, TamperedError
 from unicoll.net.secret import Key, Secret, new_key
 from unicoll.net.stores import TCPStore
@@ -246,6 +250,156 @@ def test_both_directions_concurrently(ends: tuple[Channel, Channel]) -> None:
         received = [pool.submit(receive, end) for end in ends]
         sent = [pool.submit(end.sendall, data) for end in ends]
         assert [task.result(60) for task in received + sent] == [data, data, None, None]
+
+
+# --- exceptions of a signal's handler -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(kind: str) -> Iterator[Callable[[], tuple[Channel, Channel]]]:
+    """Makes new ends of a connection, for each point."""
+    with contextlib.ExitStack() as stack:
+
+        def make() -> tuple[Channel, Channel]:
+            stack.pop_all().close()
+            first, second = map(stack.enter_context, socket.socketpair())
+            client, server = ready(kind)
+            return Channel(first, client), Channel(second, server)
+
+        yield make
+
+
+def received(end: Channel) -> bytes:
+    """All that has arrived."""
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        while chunk := end.recv(1 << 16, socket.MSG_DONTWAIT):
+            data += chunk
+    return data
+
+
+@pytest.mark.parametrize("size", [5, 2500])
+@pytest.mark.parametrize("how", ["send", "sendall"])
+def test_an_interrupted_send(
+    fresh: Callable[[], tuple[Channel, Channel]], how: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one raises an error, or its data come behind all or nothing of the interrupted one."""
+    monkeypatch.setattr(channel, "MAX_DATA", 1000)
+    first, second = os.urandom(size), os.urandom(1500)
+    whole = first if how == "sendall" else first[:1000]
+
+    def trial(point: Point | None) -> Points:
+        sender, receiver = fresh()
+        points = interrupt_at(lambda: getattr(sender, how)(first), point)[1]
+        try:
+            sender.sendall(second)
+        except InterruptedStreamError:
+            sender.shutdown(socket.SHUT_WR)
+            assert first.startswith(received(receiver))
+        else:
+            assert received(receiver) in (second, whole + second), points.raised
+        return points
+
+    for point in dict.fromkeys(trial(None).seen):
+        trial(point)
+
+
+def test_an_interrupted_send_in_parts(fresh: Callable[[], tuple[Channel, Channel]]) -> None:
+    """After a full buffer the same data are passed again: all of them arrive once, or there is an error."""
+    data = os.urandom(MAX_DATA)
+
+    def trial(point: Point | None) -> Points:
+        sender, receiver = fresh()
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        got = b""
+
+        def send() -> None:
+            with contextlib.suppress(BlockingIOError):
+                sender.send(data, socket.MSG_DONTWAIT)
+
+        send()
+        got += received(receiver)
+        points = interrupt_at(send, point)[1]
+        try:
+            sent = 0
+            while not sent:
+                got += received(receiver)
+                with contextlib.suppress(BlockingIOError):
+                    sent = sender.send(data, socket.MSG_DONTWAIT)
+        except InterruptedStreamError:
+            assert points.raised
+            return points
+        assert got + received(receiver) == data
+        return points
+
+    for point in dict.fromkeys(trial(None).seen):
+        trial(point)
+
+
+@pytest.mark.parametrize("how", ["recv", "recv_into"])
+@pytest.mark.parametrize("size", [4, 2000])
+def test_an_interrupted_receive(
+    fresh: Callable[[], tuple[Channel, Channel]], how: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has consumed nothing, or the next one raises an error."""
+    monkeypatch.setattr(channel, "MAX_DATA", 1000)
+    data = os.urandom(1700)
+
+    def receive(end: Channel) -> bytes:
+        if how == "recv":
+            return end.recv(size)
+        space = memoryview(bytearray(size))
+        return bytes(space[: end.recv_into(space)])
+
+    def trial(point: Point | None) -> Points:
+        sender, receiver = fresh()
+        sender.sendall(data)
+        sender.shutdown(socket.SHUT_WR)
+        space = memoryview(bytearray(size))
+        call = partial(receiver.recv, size) if how == "recv" else partial(receiver.recv_into, space)
+        interrupted, points = interrupt_at(call, point)
+        try:
+            rest = receive(receiver)
+            rest += received(receiver)
+        except InterruptedStreamError:
+            assert points.raised
+        else:
+            assert rest == data if interrupted else data.endswith(rest)
+        return points
+
+    for point in dict.fromkeys(trial(None).seen):
+        trial(point)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt("ended"), TimeoutError("ended"), BlockingIOError("ended")]
+)
+@pytest.mark.parametrize("how", ["send", "receive"])
+def test_any_exception_of_a_handler_leaves_doubt(
+    ends: tuple[Channel, Channel], how: str, error: BaseException
+) -> None:
+    """Also one that a socket could raise: it may come after the system call."""
+    sender, receiver = ends
+
+    def handler(*_: object) -> Any:
+        raise error
+
+    sender.sendall(b"x")
+    sender._records.seal = receiver._records.open = handler  # type: ignore[method-assign]
+    call = partial(sender.send, b"x") if how == "send" else partial(receiver.recv, 1)
+    with pytest.raises(type(error), match=r"^ended$"):
+        call()
+    with pytest.raises(InterruptedStreamError, match=f"interrupted an earlier {how}"):
+        call()
+
+
+def test_a_timeout_of_the_socket_leaves_no_doubt(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
+    receiver.settimeout(0.01)
+    with pytest.raises(TimeoutError, match="timed out"):
+        receiver.recv(1)
+    sender.sendall(b"x")
+    assert receiver.recv(1) == b"x"
 
 
 # --- servers and their clients ----------------------------------------------------------------------------------------

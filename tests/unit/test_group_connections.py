@@ -154,7 +154,7 @@ def test_a_send_that_needs_a_connection_wakes_the_thread_that_connects() -> None
     calls = [Call(OPS["recv"], (), array, 60.0, peer=1), Call(OPS["send"], array, (), 60.0, peer=1)]
     with mock.patch.object(progress, "_TICK_S", 60.0):
         engine.post(calls[0])
-        while not engine._progress._progress_owner:
+        while not engine._progress.owner:
             time.sleep(0.01)
         send = engine.post(calls[1])
         assert connects.wait(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -260,3 +261,75 @@ def test_a_timed_call_that_two_threads_end_at_once_ends_once(monkeypatch: pytest
     completion.finish()
     assert completion.done()
     assert isinstance(completion.exception(), DistError)
+
+
+def test_a_queued_call_ends_when_the_group_fails(execute: Executed) -> None:
+    """Also if the call before it does not end."""
+    failure: list[DistError] = []
+    queue = OpQueue("unicoll-test", failure=lambda: failure[0] if failure else None)
+    execute.gate.clear()
+    first = threading.Thread(target=queue.run, args=(execute, a_call()), daemon=True)
+    first.start()
+    assert execute.begun.wait(30)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            queue.run(execute, a_call())
+        except DistError as e:
+            raised.append(e)
+
+    second = threading.Thread(target=run, daemon=True)
+    second.start()
+    await_true(lambda: queue._queue)
+    failure.append(DistError("it failed"))
+    second.join(30)
+    assert raised == failure
+    execute.gate.set()
+    first.join(30)
+    assert execute.seqs == [1]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_queued_call_waits_no_longer_than_the_calls_before_may_take(
+    execute: Executed, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them may take its timeout; then the group fails, with an error that names the one that does not end."""
+    now = [0.0]
+    monkeypatch.setattr(op_queue, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    monkeypatch.setattr(op_queue, "_TICK_S", 0.001)
+    failures: list[BaseException] = []
+    error = DistError("it failed")
+
+    def fail(cause: BaseException) -> BaseException:
+        failures.append(cause)
+        return error
+
+    queue = OpQueue("unicoll-test", fail)
+    execute.gate.clear()
+    calls = tuple(a_call() for _ in range(batch))
+    first = threading.Thread(target=queue.post(calls, execute).wait, args=(None,), daemon=True)
+    first.start()
+    assert execute.begun.wait(30)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            queue.run(execute, a_call())
+        except DistError as e:
+            raised.append(e)
+
+    second = threading.Thread(target=run, daemon=True)
+    second.start()
+    await_true(lambda: queue._queue)
+    second.join(0.1)
+    now[0] = 10.0 * batch + 0.9
+    second.join(0.1)
+    assert not failures
+    now[0] = 10.0 * batch + 1.1
+    second.join(30)
+    assert raised == [error]
+    assert "barrier" in str(failures[0])
+    execute.gate.set()
+    first.join(30)
+    assert queue.close(10)

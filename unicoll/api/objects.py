@@ -31,6 +31,7 @@ from unicoll.api.object_payload import (
     read_headers,
 )
 from unicoll.api.ranks import rank_in_group, root_or_zero
+from unicoll.backend.interrupts import mark_changed
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.net.timeouts import Timeout
 
@@ -255,7 +256,11 @@ def recv_list(
     sizes, bodies = read_headers(pg, header, [src], mine, op)
     if bodies is None:
         body = mine.body.copy() if mine else np.empty(sizes[0], np.uint8)  # an output
-        _transfer(pg, False, body, src, batched, clock)
+        try:
+            _transfer(pg, False, body, src, batched, clock)
+        except BaseException as e:
+            mark_changed(e)  # the header was received
+            raise
         bodies = [body]
     fill(pg, objects, bodies[0], src, op, None, pg.rank())
     return src

@@ -81,7 +81,8 @@ def interrupted(pg: Any, error: BaseException) -> None:
     """Fail the group of a function's argument if ``error``, which ends the function, leaves its state unknown.
 
     A signal's handler may raise before the call has reached the group, too: a program that catches that and goes on
-    makes one call less than the other ranks.
+    makes one call less than the other ranks. The functions have the handler in their bodies: a decorator would
+    take 0.12 microseconds, a fiftieth of a small collective.
     """
     if leaves_doubt(error):
         found = pg if pg is not None else _job.default if _job is not None else None

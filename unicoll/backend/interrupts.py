@@ -19,6 +19,12 @@ def mark_unchanged(error: BaseException) -> None:
         pass
 
 
+def mark_changed(error: BaseException) -> None:
+    """The opposite of :func:`mark_unchanged`: the call is one of several, and an earlier one has changed something."""
+    if hasattr(error, _MARK):
+        delattr(error, _MARK)
+
+
 def leaves_doubt(error: BaseException) -> bool:
     """True if the state of a group is not known any more because ``error`` ends one of its calls."""
     return not isinstance(error, DistError) and not hasattr(error, _MARK)

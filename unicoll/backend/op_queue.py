@@ -21,6 +21,7 @@ from threading import get_ident
 from unicoll.backend.call import Call
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistError
+from unicoll.net.interrupts import LazyThread
 from unicoll.net.timeouts import backoff
 
 Execute = Callable[[Call], None]
@@ -62,7 +63,6 @@ class OpQueue:
     ) -> None:
         self.sequence = 0
         self.in_background = False
-        self._name = name
         self._on_failure = on_failure
         self._failure = failure
         self._dead: BaseException | None = None  # what calls raise once the thread has died
@@ -75,7 +75,7 @@ class OpQueue:
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._woken = False  # the thread will look at the queue again
         self._posted = 0
-        self._thread: threading.Thread | None = None
+        self._thread = LazyThread(name)
 
     def run(self, execute: Execute, call: Call) -> None:
         """Execute a call after all that were accepted before it; returns when it is done.
@@ -122,8 +122,9 @@ class OpQueue:
             nonlocal before, until
             now, error = time.monotonic(), self._failure()
             if self._busy is not before or not until:
-                before = self._busy
-                until = now + max(call.timeout, before.timeout if before is not None else 0.0) + _SLACK_S
+                before, running = self._busy, self._running
+                calls = running.calls if running is not None else () if before is None else (before,)
+                until = now + max(call.timeout, sum(each.timeout for each in calls)) + _SLACK_S
             if error is None and now >= until:
                 first = before.describe_with_number() if before is not None else "a call"
                 error = self._fail(
@@ -239,7 +240,7 @@ class OpQueue:
         A callback of the group's own work does not wait for that.
         """
         if self.in_callback:
-            if self._thread is threading.current_thread():
+            if self._thread.ident == get_ident():
                 self._wake.put(False)
             return True
         deadline = time.monotonic() + timeout
@@ -247,12 +248,8 @@ class OpQueue:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.001)
-        thread = self._thread
-        if thread is None:
-            return True
         self._wake.put(False)
-        thread.join(max(0.0, deadline - time.monotonic()))
-        return not thread.is_alive()
+        return self._thread.join(max(0.0, deadline - time.monotonic()))
 
     @property
     def in_callback(self) -> bool:
@@ -288,16 +285,12 @@ class OpQueue:
                 self._wake_thread()
 
     def _wake_thread(self) -> None:
-        if self._thread is None or self._thread.ident is None:  # its start may have been interrupted
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+        self._thread.start(self._work)
         if not self._woken:
             self._wake.put(True)
             self._woken = True
 
     def _work(self) -> None:
-        if self._thread is not threading.current_thread():
-            return  # an interrupt of its start has left it to a second one
         try:
             self._serve()
         except BaseException as e:
@@ -311,7 +304,7 @@ class OpQueue:
     def _fail(self, cause: BaseException) -> BaseException:
         """Fail the group because of an exception outside the calls; returns what its calls raise."""
         name = threading.current_thread().name
-        log.exception("the thread %r failed to execute an operation", name)
+        log.error("the thread %r failed to execute an operation", name, exc_info=cause)
         try:
             return self._on_failure(cause) if self._on_failure is not None else _death(name, cause)
         except Exception:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.net import logs
+from unicoll.net.interrupts import LazyThread
 
 _PERIOD_S = 0.1
 _PERIOD_WITH_CALLBACKS_S = 2e-4
@@ -42,27 +43,23 @@ class Watchdog:
         self._sweeping: _Watched | None = None
         self._wake = threading.Event()
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._thread = LazyThread(f"unicoll-{backend}-watchdog")
         self._dropped: SimpleQueue[list[Any] | None] = SimpleQueue()
-        self._dropper: threading.Thread | None = None
+        self._dropper = LazyThread(f"unicoll-{backend}-release")
 
     def watch(self, group: _Watched) -> None:
         """Sweep a group from now on."""
         with self._lock:
             self._watched.append(group)
-            if self._thread is None:
-                name = f"unicoll-{self._backend}"
-                self._thread = threading.Thread(target=self._run, name=f"{name}-watchdog", daemon=True)
-                self._thread.start()
-                self._dropper = threading.Thread(target=self._drop, name=f"{name}-release", daemon=True)
-                self._dropper.start()
+            self._thread.start(self._run)
+            self._dropper.start(self._drop)
 
     def unwatch(self, group: _Watched) -> None:
         """Stop sweeping a group; a sweep of it that is running has ended when this returns."""
         with self._sweep_ended:
             if group in self._watched:
                 self._watched.remove(group)
-            if threading.current_thread() is not self._thread:
+            if threading.get_ident() != self._thread.ident:
                 self._sweep_ended.wait_for(lambda: self._sweeping is not group, _UNWATCH_S)
 
     def sweep_often(self) -> None:
@@ -84,8 +81,7 @@ class Watchdog:
         self._wake.set()
         self._dropped.put(None)
         for thread in (self._thread, self._dropper):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(_CLOSE_S)
+            thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         try:

@@ -262,7 +262,7 @@ class GroupBackends:
         """
         if not leaves_doubt(cause) or self.closed:
             return
-        error = member_failed_error(self._context, f"in {operation} of", cause)
+        error = member_failed_error(self._context, f"calling {operation} on", cause)
         try:
             error = announce(self._context, error)
         finally:  # a second interrupt may end the wait for the first error of the group

@@ -48,6 +48,51 @@ def raised_by_handler(error: BaseException) -> bool:
     return not error.args or module.partition(".")[0] not in _RAISE_SYSTEM_ERRORS
 
 
+class LazyThread:
+    """A daemon thread that starts when it is first needed, also after an exception has interrupted its start.
+
+    Such a thread may still start, without :class:`threading.Thread` knowing, beside its replacement. So the first that
+    runs calls the function, and the others end.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun: list[threading.Thread] = []  # list.append is atomic
+
+    @property
+    def ident(self) -> int | None:
+        """The identifier of the thread, None before it runs."""
+        return self._begun[0].ident if self._begun else None
+
+    def start(self, target: Callable[[], object]) -> None:
+        """Start the thread, which calls ``target``, unless it runs or has run."""
+        if self._begun:
+            return
+        try:
+            threading.Thread(target=self._run, args=(target,), name=self._name, daemon=True).start()
+        except RuntimeError as error:
+            # Thread.start() waits on a Condition; an exception while that acquires its lock again is replaced by one
+            # that the lock is not held.
+            if error.__context__ is None:
+                raise
+            raise error.__context__ from None
+
+    def join(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds until the thread has ended; True if it has, has never run or is the caller."""
+        if not self._begun or self._begun[0] is threading.current_thread():
+            return True
+        self._begun[0].join(timeout)
+        return not self._begun[0].is_alive()
+
+    def _run(self, target: Callable[[], object]) -> None:
+        self._begun.append(threading.current_thread())
+        if self._begun[0] is threading.current_thread():
+            target()
+
+
 class Changes:
     """Lets threads wait until what :attr:`lock` protects has changed, as ``threading.Condition`` does.
 

@@ -38,12 +38,14 @@ def warn_while_waiting(
         yield
         return
     first = max(FIRST_S, stall_s / 3)
-    ended = threading.Event()
+    # released at the end; an Event does not survive each exception of a signal handler (unicoll.net.interrupts)
+    ended = threading.Lock()
+    ended.acquire()
     begun = time.monotonic()
 
     def warn() -> None:
         after = first
-        while not ended.wait(max(0.0, begun + after - time.monotonic())):
+        while not ended.acquire(timeout=max(0.0, begun + after - time.monotonic())):
             if waits_for := describe():
                 text = f"has waited {after:.0f} s for {waits_for}"
                 if say is not None:
@@ -57,5 +59,5 @@ def warn_while_waiting(
     try:
         yield
     finally:
-        ended.set()
+        ended.release()
         thread.join()

@@ -18,6 +18,7 @@ from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.work import Completion, HostCompletion
 from unicoll.errors import CollectiveMismatchError, MessageMismatchError
+from unicoll.net.interrupts import LazyThread
 from unicoll.staging.copier import HostCopier
 from unicoll.staging.device_pointers import DirectCalls
 from unicoll.staging.pinned_pool import PinnedBlock
@@ -35,10 +36,9 @@ class DeviceP2P:
         self._host = host
         self._copier = copier
         self._direct = direct
-        self._group = group
         self._lock = threading.Lock()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = LazyThread(f"unicoll-{group}-staging")
 
     def run(self, call: Call) -> None:
         """Send or receive; the array may be used on any stream when it returns."""
@@ -58,10 +58,8 @@ class DeviceP2P:
 
     def close(self) -> None:
         """End the thread; the backend has been closed."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._tasks.put(None)
-            thread.join(_SETTLE_S)
+        self._tasks.put(None)
+        self._thread.join(_SETTLE_S)
 
     # --- as calls of the backend -------------------------------------------------------------------------------------
 
@@ -189,11 +187,7 @@ class DeviceP2P:
     def _run_later(self, task: Callable[[], None]) -> None:
         """Run a task that may wait for the device on the group's staging thread."""
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name=f"unicoll-{self._group}-staging", daemon=True
-                )
-                self._thread.start()
+            self._thread.start(self._work)
         self._tasks.put(task)
 
     def _work(self) -> None:

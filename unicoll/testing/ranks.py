@@ -285,7 +285,8 @@ def die_with_parent() -> None:
 
 def snapshot() -> list[str]:
     """One text per thread and descriptor of this process; descriptors by their kind."""
-    threads = [f"thread {t.name}" for t in threading.enumerate()]
+    # threading keeps a thread whose start was interrupted; it has no identifier and does not exist
+    threads = [f"thread {t.name}" for t in threading.enumerate() if t.ident is not None]
     files = [f"fd {name.partition(':[')[0]}" for name in _open_files() if not name.startswith("/proc/")]
     return sorted(threads + files)
 
