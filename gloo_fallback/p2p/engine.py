@@ -97,7 +97,7 @@ class P2PEngine:
         """Send, receive or probe, and return when the array may be used again."""
         if self._send_at_once(call) if call.inputs else self._receive_at_once(call):
             return
-        held = self._progress.owner == get_ident()
+        owner = self._progress.owner
         pending = None
         try:
             posted = PendingMessage(call, None)
@@ -108,7 +108,7 @@ class P2PEngine:
                     self._progress.wake_thread()
                 self._progress.until_done(pending)
         except BaseException as e:
-            self._progress.give_back(held)
+            self._progress.give_back(owner == get_ident())
             if pending is not None and not pending.completion.done():
                 if not leaves_doubt(e):
                     self._cancel(pending)
@@ -190,36 +190,38 @@ class P2PEngine:
         if call.op is PROBE or not self._matcher.empty(call.peer):
             return False
         rings = self._rings(call.peer)
-        if not rings or self._progress.owner == get_ident():
+        if not rings or self._progress.owner:  # of another thread, or of this one in a callback
             return False
+        taken = False
         try:
             if not self._progress.try_acquire():
                 return False
             sender = self._progress.poll_rings(rings)
-            if sender is None:
-                return False
-            with self.lock:
-                if sender.closed or not self._matcher.empty(call.peer) or self.state.error is not None:
-                    return False
-                taken = False
-                self.unsure = True
-                try:
-                    taken = sender.receiver.take(call)
-                except OSError as error:
-                    self.connection_ended(sender, error)
-                self.unsure = False
-                return taken
-        finally:
+            if sender is not None:
+                with self.lock:
+                    if not sender.closed and self._matcher.empty(call.peer) and self.state.error is None:
+                        self.unsure = True
+                        try:
+                            taken = sender.receiver.take(call)
+                        except OSError as error:
+                            self.connection_ended(sender, error)
+                        self.unsure = False
+        except BaseException:
             self._progress.give_back(False)
-            # the receive may have completed a queued send, or dropped the connection
-            if self._ended or self._dropped:
-                self.report_completed()
+            raise
+        self._progress.release()
+        # the receive may have completed a queued send, or dropped the connection
+        if self._ended or self._dropped:
+            self.report_completed()
+        return taken
 
     def _rings(self, peer: int) -> list[tuple[PeerConnection, RingReader]]:
         """The connections that a receive from a peer, or from any, polls; none if some of them do not use a ring."""
         if peer >= 0:
             connection = self._connections[peer]
-            connections = [] if connection is None else [connection]
+            if connection is None:
+                return []
+            connections = [connection]
         else:
             connections = list(self.open.values())
             count = len(connections)
@@ -306,7 +308,7 @@ class P2PEngine:
 
     def pending(self) -> bool:
         """True if any operation is pending."""
-        return self.has_queued_connects or self.has_connected_operations()
+        return bool(self._connector.queue) or self.has_connected_operations()
 
     def has_connected_operations(self) -> bool:
         """True if any operation that needs no further connection is pending."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from queue import SimpleQueue
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 from gloo_fallback.p2p.frames import PendingMessage, Waker
@@ -68,7 +69,8 @@ class ProgressEngine:
     def until_done(self, pending: PendingMessage) -> None:
         """Run progress until ``pending`` is done, or wait for it while another thread runs progress."""
         completion = pending.completion
-        held = self.owner == threading.get_ident()  # in a callback of an operation that this thread has ended
+        # in a callback of an operation that this thread has ended
+        held = self.owner != 0 and self.owner == get_ident()
         try:
             while not completion.done():
                 if held:
@@ -99,15 +101,18 @@ class ProgressEngine:
 
     def try_acquire(self) -> bool:
         """Acquire the progress lock, which the calling thread does not hold, unless another thread does."""
-        if not self._progress_lock.acquire(blocking=False):
+        if not self._progress_lock.acquire(False):
             return False
-        self.owner = threading.get_ident()
+        self.owner = get_ident()
         return True
 
     def give_back(self, held: bool) -> None:
         """Release the progress lock if the calling thread has it, and had it not before (``held``)."""
-        if held or not self._progress_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition does
-            return
+        if not held and self._progress_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition does
+            self.release()
+
+    def release(self) -> None:
+        """Release the progress lock; the progress thread continues if anything is pending."""
         self.owner = 0
         self._progress_lock.release()
         if self._engine.pending():
@@ -115,8 +120,8 @@ class ProgressEngine:
 
     def _acquire_progress(self) -> bool:
         """Acquire the progress lock, unless another caller holds it; the progress thread gives it up."""
-        if self._progress_lock.acquire(blocking=False):
-            self.owner = threading.get_ident()
+        if self._progress_lock.acquire(False):
+            self.owner = get_ident()
             return True
         if self.owner == 0 or self.owner != self._thread.ident:
             return False
@@ -125,7 +130,7 @@ class ProgressEngine:
             self._waker.wake()
             if not self._progress_lock.acquire(timeout=_TICK_S):
                 return False
-            self.owner = threading.get_ident()
+            self.owner = get_ident()
             return True
         finally:
             self._waiters -= 1
@@ -157,7 +162,7 @@ class ProgressEngine:
                         break
                 if not self._progress_lock.acquire(timeout=_TICK_S):
                     continue
-                self.owner = threading.get_ident()
+                self.owner = get_ident()
                 try:
                     if self._engine.pending():  # another thread may have completed everything meanwhile
                         self._progress_once()
@@ -167,10 +172,11 @@ class ProgressEngine:
 
     def _progress_once(self, pending: PendingMessage | None = None) -> None:
         """Run one round of progress, waiting a tick at most; ``pending`` is the operation that the caller waits for."""
-        self._rounds += 1
-        if self._rounds % _FAIR_INTERVAL == 0:  # one busy connection must not block the others
+        self._rounds = rounds = self._rounds + 1
+        done = False
+        if rounds % _FAIR_INTERVAL == 0:  # one busy connection must not block the others
             self.receive_available()
-        done = pending is not None and pending.completion.done()
+            done = pending is not None and pending.completion.done()
         if not done and (pending is None or not self._spin(pending)):
             self._wait(pending)
         now = time.monotonic()
@@ -314,7 +320,7 @@ class ProgressEngine:
         self._waker.wake()
         self._wakeups.put(False)
         self._thread.join(2.0)
-        held_here = self.owner == threading.get_ident()  # closed in a callback
+        held_here = self.owner == get_ident()  # closed in a callback
         if held_here or self._progress_lock.acquire(timeout=2.0):
             self._waker.close()
             self.poll.close()

@@ -173,8 +173,9 @@ class Slots:
         if call is not None:
             signature, seq = call.signature & _MASK, call.seq
             place = 2 + 2 * (step & 1)
-            flags[mine + place] = signature
-            flags[mine + place + 1] = seq
+            at = mine + place
+            flags[at] = signature
+            flags[at + 1] = seq
         flags[mine] = self.step = step
         # the flag must be visible before the awaited step is read: acquiring a lock is a full barrier on x86
         self._release()
@@ -185,8 +186,10 @@ class Slots:
         for other in self._others:
             if flags[other] < step:
                 self._wait(other, step)
-            if call is not None and (flags[other + place] != signature or flags[other + place + 1] != seq):
-                self.state.fail_mismatch(self.members[other // _WORDS], flags[other + place + 1])
+            if call is not None:
+                at = other + place
+                if flags[at] != signature or flags[at + 1] != seq:
+                    self.state.fail_mismatch(self.members[other // _WORDS], flags[at + 1])
 
     def publish_value(self, value: int) -> None:
         """Store a number that the other ranks can read after the next step."""

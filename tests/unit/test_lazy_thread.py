@@ -36,7 +36,8 @@ def is_running() -> bool:
 
 def test_one_thread_calls_the_function() -> None:
     job = Job()
-    assert job.thread.join(0) and job.thread.ident is None
+    assert job.thread.join(0)
+    assert job.thread.ident is None
     for _ in range(3):
         job.start()
     await_true(lambda: job.calls)
@@ -45,7 +46,8 @@ def test_one_thread_calls_the_function() -> None:
     job.end.set()
     assert job.thread.join(PATIENCE_S)
     job.start()  # it has run
-    assert not is_running() and len(job.calls) == 1
+    assert not is_running()
+    assert len(job.calls) == 1
 
 
 def test_an_interrupt_at_each_point_of_the_start() -> None:

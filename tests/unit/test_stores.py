@@ -695,7 +695,7 @@ def test_a_store_over_mpi_receives_all_messages_before_mpi_is_finalised() -> Non
     stopping.set()
     mpi.before_end[0]()
     assert received == [-1]
-    assert server._thread is None
+    assert server._thread.ident is None
 
 
 def test_a_store_over_mpi_is_closed_after_rank_0_has_died(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,29 +87,28 @@ class OpQueue:
             execute(call)
             return
         completion = None
-        mine = False
         try:
             with self._lock:
                 if self._dead is not None:
                     raise self._dead
                 self.sequence = call.seq = self.sequence + 1
                 if self._busy is None and not self._queue:
-                    self._busy, mine = call, True
+                    self._busy = call
                 else:
                     completion = HostCompletion((call,))
                     self._queue.append((completion, execute))
                     if self._busy is None:  # the call before ended since, and may have seen an empty queue
                         self._wake_thread()
-            if mine:
+            if completion is None:
                 execute(call)
+                return
         finally:
-            if mine:
+            if self._busy is call:
                 # without the lock: a thread that queues a call reads _busy afterwards, so one of the two sees the other
                 self._busy = None
                 if self._queue:
                     self.resume()
-        if completion is not None:
-            self._await_turn(completion)
+        self._await_turn(completion)
 
     def _await_turn(self, completion: HostCompletion) -> None:
         """Wait for a blocking call that is queued, until the group fails or the calls before it should have ended.

@@ -472,10 +472,12 @@ class ProcessGroup:
 
     def global_rank(self, group_rank: int) -> int:
         """The global rank of a member; DistArgumentError if there is none of that rank."""
-        group_rank = as_integer("global_rank: group_rank", group_rank)
-        if not 0 <= group_rank < self.size():
-            raise DistArgumentError(f"group rank {group_rank} is not in group {self.name!r} of {self.size()}")
-        return self.ranks[group_rank]
+        if type(group_rank) is not int:
+            group_rank = as_integer("global_rank: group_rank", group_rank)
+        ranks = self._context.ranks
+        if not 0 <= group_rank < len(ranks):
+            raise DistArgumentError(f"group rank {group_rank} is not in group {self.name!r} of {len(ranks)}")
+        return ranks[group_rank]
 
     def group_rank(self, global_rank: int) -> int:
         """The rank in the group of a global rank; DistArgumentError if it is not a member."""
