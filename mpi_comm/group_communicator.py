@@ -105,6 +105,8 @@ class GroupCommunicator:
         self._last_tick = 0.0
         self._departure_seen = 0.0
         self._closed = False
+        # True once chunks may be left in it: they could arrive in the next communicator with the same context.
+        self._keeps = False
         control = context.job.control
         if control is not None:
             control.watch(context.name, context.backend, state.abort, state.report)
@@ -182,7 +184,11 @@ class GroupCommunicator:
         """Start a request, on a thread that may call MPI, and return when it is complete."""
         mpi_thread = self.mpi.mpi_thread
         if mpi_thread is None:
-            self.wait(start(*args))
+            try:
+                self.wait(start(*args))
+            except BaseException:  # of a handler, before wait() has the request
+                self.mpi.abandoned.append(args)
+                raise
         else:
             self._start_clock()
             mpi_thread.complete(start, args, self.tick)
@@ -195,17 +201,17 @@ class GroupCommunicator:
     def exchange(self, dest: int, outgoing: Flat, source: int, incoming: Flat, mpi_type: Any) -> None:
         """Send to one rank while receiving from another (or the same)."""
         call, comm = self.mpi.call, self.comm
-        requests = [
-            call(comm.Irecv, [chunk, mpi_type], source, COLLECTIVE_TAG) for chunk in self.chunks(incoming)
-        ]
-        requests += [
-            call(comm.Isend, [chunk, mpi_type], dest, COLLECTIVE_TAG) for chunk in self.chunks(outgoing)
-        ]
+        requests: list[Any] = []
         try:
+            for chunk in self.chunks(incoming):
+                requests.append(call(comm.Irecv, [chunk, mpi_type], source, COLLECTIVE_TAG))
+            for chunk in self.chunks(outgoing):
+                requests.append(call(comm.Isend, [chunk, mpi_type], dest, COLLECTIVE_TAG))
             for request in requests:
                 self.wait(request)
         except BaseException:
-            self.mpi.abandoned.append(requests)
+            self.mpi.abandoned.append((requests, incoming, outgoing))
+            self._keeps = True
             raise
 
     # --- waiting --------------------------------------------------------------------------------------------------
@@ -318,7 +324,7 @@ class GroupCommunicator:
             return
         self._closed = True
         agreement = self.agreement
-        can_call = not stuck_in_mpi and self.mpi.callable
+        can_call = not stuck_in_mpi and not self._keeps and self.mpi.callable
         if not can_call or ((failed or agreement.pending) and not agreement.complete_pending()):
             self.mpi.abandoned.append((self.comm, *agreement.memory))
             return

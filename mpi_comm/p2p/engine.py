@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from threading import get_ident
 from typing import Any
 
 from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
 from mpi_comm.p2p.matcher import EAGER_LIMIT, PACK, RequestMatcher
 from mpi_comm.p2p.requests import PendingRequest
 from unicoll.backend import Call, operation_errors
-from unicoll.backend.interrupts import mark_unchanged
+from unicoll.backend.interrupts import leaves_doubt, mark_unchanged
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistBackendError, DistError, OperationTimeoutError
 from unicoll.net import logs
@@ -46,7 +47,9 @@ class MPIP2PEngine:
         self._mpi = communicator.mpi
         self._byte = communicator.mpi.MPI.BYTE
         self._matcher = RequestMatcher(context, communicator)
-        self._progress_lock = threading.Lock()
+        # It knows its owner, so that a thread that is interrupted behind the acquisition can release it.
+        self._progress_lock = threading.RLock()
+        self._owner = 0  # identifier of the thread that runs progress, or 0
         self._thread_lock = threading.Lock()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
         self._thread = LazyThread(f"unicoll-{context.name}-messages")
@@ -78,11 +81,12 @@ class MPIP2PEngine:
     def iprobe(self, call: Call) -> bool:
         """True if a message that a probe matches has come; ``call`` is the probe."""
         request = self._accept(call)
-        if not request.completion.done() and self._progress_lock.acquire(blocking=False):
-            try:
+        outer = self._owner == get_ident()
+        try:
+            if not request.completion.done() and not outer and self._acquire(0.0):
                 self._progress_once()
-            finally:
-                self._progress_lock.release()
+        finally:
+            self._give_back(outer)
         self._matcher.withdraw(request)
         self._wake_thread()  # the payload of a message that has been announced is received in any case
         if request.completion.done():
@@ -98,20 +102,24 @@ class MPIP2PEngine:
         else:
             self._mpi.mpi_thread.call(self._matcher.start, request)
         if self._state.error is not None:  # set since the first check
-            self._end(request, self._state.error)
+            self._matcher.withdraw(request, self._state.error)
         return request
 
     def _send_small(self, call: Call, flat: Any, code: int, size: int) -> None:
         """Send a message together with its header; usually this is done at once."""
         assert call.tag is not None
-        packed = PACK(call.tag, code, size, 0) + flat.tobytes()
+        packed = PACK(call.tag, code + self._matcher.mark, size, 0) + flat.tobytes()
         next(self._matcher.sent[call.peer])
-        mpi_request = self._communicator.comm.Isend([packed, self._byte], call.peer, HEADER_TAG)
-        if mpi_request.Test():
-            return
-        request = PendingRequest(call)
-        request.mpi_requests.append(mpi_request)
-        self._matcher.add_send(request)
+        try:
+            mpi_request = self._communicator.comm.Isend([packed, self._byte], call.peer, HEADER_TAG)
+            if mpi_request.Test():
+                return
+            request = PendingRequest(call)
+            request.mpi_requests.append(mpi_request)
+            self._matcher.add_send(request)
+        except BaseException:
+            self._matcher.keep(packed)
+            raise
         self._wait_done(request)
         request.completion.wait(None)
 
@@ -123,25 +131,38 @@ class MPIP2PEngine:
             self._wait_for(request.completion)
         except BaseException as e:  # interrupted
             if not request.completion.done():
-                waits = not (request.call.inputs or request.matched or request.mpi_requests)
-                self._end(request, e)
-                if waits:  # for a message of which nothing has come
+                if leaves_doubt(e) and self._matcher.take_back(request):
                     mark_unchanged(e)
+                self._matcher.withdraw(request, e)
             raise
 
     def _wait_for(self, completion: HostCompletion) -> None:
-        while not completion.done():
-            if self._progress_lock.acquire(blocking=False):
-                try:
+        outer = self._owner == get_ident()  # in a callback of an operation that this thread has ended
+        try:
+            while not completion.done():
+                if not outer and self._acquire(0.0):
                     self._progress_until_done(completion)
-                finally:
-                    self._progress_lock.release()
-                    self._wake_thread()
-            else:
-                try:
-                    completion.wait(_TICK_S)
-                except OperationTimeoutError:
-                    continue  # not done in this tick; if the operation itself timed out, its caller raises that
+                else:
+                    try:
+                        completion.wait(_TICK_S)
+                    except OperationTimeoutError:
+                        continue  # not done in this tick; a timeout of the operation itself is raised by its caller
+        finally:
+            self._give_back(outer)
+
+    def _acquire(self, timeout: float) -> bool:
+        """Acquire the progress lock, which the calling thread does not hold."""
+        if not self._progress_lock.acquire(timeout=timeout):
+            return False
+        self._owner = get_ident()
+        return True
+
+    def _give_back(self, outer: bool) -> None:
+        """Release the progress lock if the calling thread has it, and had it not before (``outer``)."""
+        if not outer and self._progress_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition does
+            self._owner = 0
+            self._progress_lock.release()
+            self._wake_thread()
 
     def _progress_until_done(self, completion: HostCompletion) -> None:
         if not self._communicator.oversubscribed:
@@ -182,10 +203,11 @@ class MPIP2PEngine:
     def _serve(self) -> None:
         while self._wakeups.get():
             while self._matcher.pending() and not self._closed:
-                if self._progress_lock.acquire(timeout=_TICK_S):
+                if self._acquire(_TICK_S):
                     try:
                         self._progress_with_pauses(lambda: self._closed or not self._matcher.pending())
                     finally:
+                        self._owner = 0
                         self._progress_lock.release()
 
     def _progress_once(self) -> bool:
@@ -230,9 +252,9 @@ class MPIP2PEngine:
             peer = request.call.peer if request.call.peer >= 0 else request.call.source
             if peer >= 0:
                 if self._departed_for_long(peer, now):
-                    self._end(request, self._lost(request.call, self._context.ranks[peer]))
+                    self._matcher.withdraw(request, self._lost(request.call, self._context.ranks[peer]))
             elif died is not None:
-                self._end(request, self._lost(request.call, died))
+                self._matcher.withdraw(request, self._lost(request.call, died))
             if now >= request.deadline:
                 self._time_out(request)
 
@@ -258,11 +280,8 @@ class MPIP2PEngine:
             moved = "arrived" if request.matched else "been received"
             state = f"the message has not {moved} completely; MPI keeps the array until then, or until the job ends"
         others = "" if call.inputs or state else self._matcher.others(call)
-        self._end(request, operation_errors.message_timeout_error(self._context, call, peer, state, others))
-
-    def _end(self, request: PendingRequest, error: BaseException) -> None:
-        self._matcher.withdraw(request)
-        request.completion.finish(error)
+        error = operation_errors.message_timeout_error(self._context, call, peer, state, others)
+        self._matcher.withdraw(request, error)
 
     # --- for the search of deadlocks (MessageQueues) -------------------------------------------------------------
 
@@ -294,11 +313,12 @@ class MPIP2PEngine:
         while time.monotonic() < deadline and matcher.sending() and self._state.error is None:
             time.sleep(0.001)
         # sends that were given up may have ended since the last poll
-        if not matcher.idle and self._progress_lock.acquire(timeout=_TICK_S):
-            try:
+        outer = self._owner == get_ident()
+        try:
+            if not matcher.idle and not outer and self._acquire(_TICK_S):
                 self._progress_once()
-            finally:
-                self._progress_lock.release()
+        finally:
+            self._give_back(outer)
 
     def close(self) -> bool:
         """Make all pending operations raise, and end the thread; True if MPI has no request of this group."""

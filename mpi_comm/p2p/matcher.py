@@ -6,6 +6,10 @@ message announces the MPI tag of the payload, which is received directly into th
 Headers are found by matched probes: receives from MPI_ANY_SOURCE that are posted before the messages come lose some of
 them with MPICH 5 over UCX.
 
+An exception of a signal's handler may end a change of the state here at any point; ``_changing`` then stays set. As a
+message may be lost, nothing is matched any more until the group fails, which it does when the exception leaves the
+call. What MPI may use is kept alive.
+
 :meth:`RequestMatcher.start` and :meth:`~RequestMatcher.poll` call MPI, so they run on a thread that may call it; the
 other methods run on any thread.
 """
@@ -16,6 +20,8 @@ import itertools
 import struct
 import threading
 import time
+import zlib
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -33,8 +39,10 @@ from unicoll.errors import MessageMismatchError
 from unicoll.net.control.wait_graph import MessageState
 
 _HEADER = struct.Struct("<qqqq")
-"""The user's tag, dtype code, bytes of payload, MPI's tag of the payload (0 if it is in the same message)."""
+"""The user's tag, dtype code and mark of the group, bytes of payload, MPI's tag of the payload (0 if it is in the same
+message)."""
 PACK = _HEADER.pack
+_MARK_SHIFT = 16
 EAGER_LIMIT = 4096
 """Bytes of the longest message that is sent together with its header."""
 _CHUNK = 1 << 30
@@ -47,6 +55,9 @@ class RequestMatcher:
     """Sends, posted receives and probes, and unexpected messages of one group.
 
     Attributes:
+        mark: of the group, added to the dtype code. A communicator may get the context of one that was freed, and with
+            it a message that was sent there and not received. MPICH refuses to free a communicator only if it has seen
+            the message by then.
         sent: for each member a counter of the messages to it, which every send advances.
         failed: True once a call of MPI has failed.
     """
@@ -56,6 +67,7 @@ class RequestMatcher:
         self._group = group
         self._mpi = group.mpi
         self._byte = group.mpi.MPI.BYTE
+        self.mark = zlib.crc32(context.name.encode()) << _MARK_SHIFT
         self._lock = threading.RLock()
         self._matcher: MessageMatcher[PendingRequest, ArrivedMessage] = MessageMatcher(context.size)
         self._sending: list[PendingRequest] = []
@@ -76,6 +88,9 @@ class RequestMatcher:
         self._status = group.mpi.MPI.Status()
         self.failed = False
         self._abandoned = False  # True once MPI keeps a request that was given up
+        self._changing = (
+            0  # identifier of the thread that changes the state; with the lock free: it was interrupted
+        )
         self._device: DeviceMemory | None = None  # of the last message in device memory
 
     def start(self, request: PendingRequest) -> None:
@@ -90,37 +105,52 @@ class RequestMatcher:
 
     def _start(self, request: PendingRequest) -> None:
         with self._lock:
+            outer = self._changing
+            if self._in_doubt():
+                raise InterruptedError("a message of another thread was interrupted")
+            self._changing = get_ident()
             if request.call.inputs:
                 self._send(request)
-                return
-            self._receives = True
-            if request.call.op is PROBE:
-                if self._matcher.post_probe(request):
-                    request.completion.finish()
-                return
-            message = self._matcher.post_receive(request)
-            if message is not None:
-                self._assign(message, request)
+            else:
+                self._post(request)
+            self._changing = outer
+
+    def _in_doubt(self) -> bool:
+        """True if a change of another thread was interrupted; one of this thread is in progress, and calls back."""
+        return self._changing not in (0, get_ident())
+
+    def _post(self, request: PendingRequest) -> None:
+        self._receives = True
+        if request.call.op is PROBE:
+            if self._matcher.post_probe(request):
+                request.completion.finish()
+            return
+        message = self._matcher.post_receive(request)
+        if message is not None:
+            self._assign(message, request)
 
     def _send(self, request: PendingRequest) -> None:
         comm, byte, call = self._group.comm, self._mpi.MPI.BYTE, request.call
         size, peer = request.view.size, call.peer
         assert call.tag is not None
-        code = call.inputs[0].dtype.code
+        code = call.inputs[0].dtype.code + self.mark
         next(self.sent[peer])
         if size <= EAGER_LIMIT:
-            packed = _HEADER.pack(call.tag, code, size, 0) + request.view.tobytes()
-            request.mpi_requests.append(comm.Isend([packed, byte], peer, HEADER_TAG))
+            packed, tag = PACK(call.tag, code, size, 0) + request.view.tobytes(), 0
         else:
             serial = self._serials[peer] = (self._serials[peer] + 1) % self._tag_span
             tag = PAYLOAD_TAGS + serial
-            request.mpi_requests.append(
-                comm.Isend([_HEADER.pack(call.tag, code, size, tag), byte], peer, HEADER_TAG)
-            )
-            for start in range(0, size, _CHUNK):
-                request.mpi_requests.append(
-                    comm.Isend([request.view[start : start + _CHUNK], byte], peer, tag)
-                )
+            packed = PACK(call.tag, code, size, tag)
+        try:
+            request.mpi_requests.append(comm.Isend([packed, byte], peer, HEADER_TAG))
+            if tag:
+                for start in range(0, size, _CHUNK):
+                    request.mpi_requests.append(
+                        comm.Isend([request.view[start : start + _CHUNK], byte], peer, tag)
+                    )
+        except BaseException:
+            self.keep(request, packed)
+            raise
         if all_done(request.mpi_requests):
             request.completion.finish()
         else:
@@ -141,10 +171,19 @@ class RequestMatcher:
         comm, byte = self._group.comm, self._byte
         message.in_place = target is not None
         message.data = data = target if target is not None else np.empty(message.size, np.uint8)
-        for start in range(0, message.size, _CHUNK):
-            chunk = data[start : start + _CHUNK]
-            message.mpi_requests.append(comm.Irecv([chunk, byte], message.peer, message.payload_tag))
-        self._incoming.append(message)
+        try:
+            for start in range(0, message.size, _CHUNK):
+                chunk = data[start : start + _CHUNK]
+                message.mpi_requests.append(comm.Irecv([chunk, byte], message.peer, message.payload_tag))
+            self._incoming.append(message)
+        except BaseException:
+            self.keep(message, data)
+            raise
+
+    def keep(self, *memory: Any) -> None:
+        """Keep memory alive that MPI may use for a request which an exception has kept from being stored."""
+        self._abandoned = True
+        self._mpi.abandoned.append(memory)
 
     # --- progress ------------------------------------------------------------------------------------------------
 
@@ -157,11 +196,16 @@ class RequestMatcher:
 
     def _poll(self) -> bool:
         with self._lock:
+            outer = self._changing
+            if self._in_doubt():
+                return False
+            self._changing = get_ident()
             progressed = self._receives and self._poll_headers()
             if self._incoming or self._announced:
                 progressed |= self._poll_payloads()
             if self._sending or self._given_up:
                 progressed |= self._poll_sends()
+            self._changing = outer
             return progressed
 
     def _poll_payloads(self) -> bool:
@@ -208,7 +252,12 @@ class RequestMatcher:
             if not self._header_receive.Test():  # the sender has to call MPI
                 break
             self._header_receive, peer = None, self._header_peer
-            tag, code, size, payload = _HEADER.unpack_from(buffer)
+            tag, marked, size, payload = _HEADER.unpack_from(buffer)
+            code = marked - self.mark
+            if not 0 <= code < 1 << _MARK_SHIFT:
+                self._drop(peer, size, payload)
+                progressed = True
+                continue
             data = None if payload else np.frombuffer(buffer, np.uint8, size, _HEADER.size).copy()
             self._received[peer] += 1
             message = ArrivedMessage(peer, tag, code, size, payload)
@@ -216,6 +265,11 @@ class RequestMatcher:
             self._match_posted(message)
             progressed = True
         return progressed
+
+    def _drop(self, peer: int, size: int, payload: int) -> None:
+        """Receive the payload of a message of a group that has ended, for nobody."""
+        if payload:
+            self._receive_payload(ArrivedMessage(peer, 0, 0, size, payload), None)
 
     def _match_posted(self, message: ArrivedMessage) -> None:
         """Match a message that has arrived with the first posted receive that takes it, if there is one."""
@@ -293,31 +347,51 @@ class RequestMatcher:
         with self._lock:
             self._sending.append(request)
 
-    def withdraw(self, request: PendingRequest) -> None:
-        """Give up a request: a posted receive no longer matches; the array of a send is kept until MPI has sent it."""
+    def withdraw(self, request: PendingRequest, error: BaseException | None = None) -> None:
+        """Give up a request, with an error if it has a waiter.
+
+        A posted receive no longer matches; the array of a send is kept until MPI has sent it.
+        """
         with self._lock:
+            outer, self._changing = self._changing, get_ident()
             self._matcher.cancel(request)
             if request in self._sending:
                 self._sending.remove(request)
                 self._given_up.append(request)
             for message in [m for m in self._incoming if m.receiver is request]:
                 message.receiver = None  # it is received in any case, and then dropped
+            if error is not None:
+                request.completion.finish(error)
+            self._changing = outer
+
+    def take_back(self, request: PendingRequest) -> bool:
+        """Cancel a receive or probe of which nothing has come; False if something has, or may have."""
+        with self._lock:
+            if self._changing or request not in self._matcher.posted:
+                return False
+            self._changing = get_ident()
+            self._matcher.cancel(request)
+            self._changing = 0
+            return True
 
     def abandon_all(self) -> list[PendingRequest]:
         """Abandon all requests and return them."""
         with self._lock:
             requests = self.pending_requests()
             self._matcher.cancel_all()
-            if self._sending or self._given_up or self._incoming or self._header_receive is not None:
+            # The receive of a header may not have been stored.
+            header_in_use = self._header_receive is not None or self._changing != 0
+            if self._sending or self._given_up or self._incoming or header_in_use:
                 self._abandoned = True
             for request in (*self._sending, *self._given_up):
                 self._mpi.abandoned.append((request.mpi_requests, request.view))
             for message in self._incoming:
                 self._mpi.abandoned.append((message.mpi_requests, message.data))
-            if self._header_receive is not None:
+            if header_in_use:
                 self._mpi.abandoned.append((self._header_receive, self._header_buffer))
             self._sending.clear()
             self._given_up.clear()
             self._incoming.clear()
             self._announced.clear()
+            self._changing = 0  # nothing is left that could be wrong
             return requests

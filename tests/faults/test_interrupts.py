@@ -7,6 +7,7 @@ ranks make theirs. The short run tries a part of the points.
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,27 @@ import unicoll as dist
 from tests.faults import interrupt_jobs as jobs
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
-from tests.support.ranks import joined, sample_seed
+from tests.support.ranks import ProcessJob, joined, sample_seed
 from tests.support.selection import is_short
 from unicoll.api import objects
 
 _SHARE = 6
-"""The short run tries every nth point."""
 
 
-def run(size: int, transport: str, names: list[str], goes_on: bool = True, warm: bool = True) -> None:
-    every = _SHARE if is_short() else 1
+def run(
+    size: int,
+    transport: str,
+    names: Iterable[str],
+    goes_on: bool = True,
+    warm: bool = True,
+    start: Callable[..., ProcessJob] = ProcessJob,
+    share: int = _SHARE,
+) -> None:
+    """Try operations; ``share``: the short run tries every nth point."""
+    every = share if is_short() else 1
     points = trials = 0
     wrong: list[str] = []
-    with joined(size, env={"UNICOLL_TRANSPORT": transport} if transport else {}) as job:
+    with joined(size, start, env={"UNICOLL_TRANSPORT": transport} if transport else {}) as job:
         for name in names:
             job.call(jobs.trials, name, goes_on, warm, every, sample_seed())
             results = job.results(600)

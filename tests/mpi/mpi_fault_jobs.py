@@ -54,6 +54,27 @@ def message_thread_fails() -> list[Failure | None]:
     return [failure_of(call) for call in (works[0].wait, works[1].wait, dist.barrier)]
 
 
+def messages_after_a_group(size: int) -> float:
+    """What rank 1 receives in a new group, after a message to a group that it had destroyed; MPICH reuses contexts."""
+    first = dist.new_group()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(first)
+        send_word(0)
+    else:
+        await_word()
+        works = [dist.isend(np.full(size, value), 1, first) for value in (1.0, 2.0)]
+        dist.destroy_process_group(first)
+        assert all(work is not None and work.is_completed() for work in works)
+    second, received = dist.new_group(), np.zeros(3)
+    if dist.get_rank() == 0:
+        dist.send(np.full(3, 7.0), 1, second)
+    else:
+        dist.recv(received, 0, second)
+    dist.barrier(second)
+    dist.destroy_process_group(second)
+    return float(received.max())
+
+
 @contextmanager
 def _holding_back(value: bool) -> Iterator[None]:
     """Whether the watchdog calls MPI between operations."""

@@ -14,9 +14,9 @@ from functools import partial
 import pytest
 
 from tests.faults import fault_jobs as jobs
-from tests.faults import test_faults
+from tests.faults import interrupt_jobs, test_faults, test_interrupts
 from tests.mpi import mpi_fault_jobs
-from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
+from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
 from tests.support.calls import EVERYTHING
 from tests.support.ranks import Pool, joined, pools, sample_seed
 from tests.support.worker import enter
@@ -93,6 +93,17 @@ def test_mpi_is_called_where_it_may_hold_back_what_is_sent(pool: Callable[[int],
     pool(2).run(mpi_fault_jobs.calls_of_mpi_without_operations, 3)
 
 
+@pytest.mark.parametrize("size", [3, 100_000])  # with the header, and behind it
+def test_a_message_to_a_group_that_was_destroyed_reaches_no_other(
+    size: int, pool: Callable[[int], Pool]
+) -> None:
+    if library().name == "openmpi":
+        pytest.skip(
+            "Open MPI delivers nothing in the next communicator after one that was freed with messages"
+        )
+    assert pool(2).run(mpi_fault_jobs.messages_after_a_group, size) == [0.0, 7.0]
+
+
 # --- threads that fail ----------------------------------------------------------------------------------------
 
 
@@ -119,6 +130,15 @@ def test_a_message_thread_that_fails_fails_its_group() -> None:
 def test_an_mpi_thread_that_fails_fails_its_group(level: str) -> None:
     env = {"UNICOLL_MPI_THREAD_LEVEL": level}
     check_thread_failure("unicoll-mpi", 4, mpi_fault_jobs.mpi_thread_fails, env=env)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_interrupted_rank(size: int) -> None:
+    """The library itself cannot be interrupted: where ranks wait in its blocking collectives, they end the job."""
+    names = [*interrupt_jobs.OPERATIONS]
+    if library().name == "openmpi":
+        names = [name for name in names if name not in ("all_reduce large", "all_gather")]
+    test_interrupts.run(size, "", names, start=partial(MpiJob, backend="mpi", warm_up=True), share=12)
 
 
 @pytest.mark.parametrize("where", ["_check", "_check_backend"])
