@@ -12,7 +12,7 @@ from typing import Any
 from mpi_comm.runtime.cuda_aware import CudaAwareness, group_awareness
 from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.backend import Context, Job
-from unicoll.errors import BackendUnavailableError, CollectiveMismatchError
+from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistBackendError, DistError
 
 _TOKEN = 16
 
@@ -116,20 +116,39 @@ class WorldRanks:
         """An MPI communicator of the group's ranks, in group order; collective over them.
 
         Communicator creation cannot be cancelled, so the ranks first check that all have called this. ``wait`` waits
-        for a request, with a deadline.
+        for a request, with a deadline. MPI matches the creations by all processes in their order: if one is interrupted
+        behind the check, there can be no more of them.
         """
         mpi = self.mpi
         parent = mpi.parent(time.monotonic() + context.timeout)
         processes = [self._processes[r] for r in context.ranks]
+        in_order = len(processes) == mpi.size
         with mpi.creation_lock:
-            self._check_members(parent, processes, context, wait)
+            if mpi.interrupted_creation and in_order:
+                raise DistBackendError(
+                    f"group {context.name!r}: MPI can create no more communicators of all processes, because the"
+                    f" creation of that of group {mpi.interrupted_creation!r} was interrupted",
+                    group=context.name,
+                )
+            try:
+                self._check_members(parent, processes, context, wait)
+            except DistError:
+                raise
+            except BaseException:  # of a handler; the other ranks may have passed the check
+                if in_order:
+                    mpi.interrupted_creation = context.name
+                raise
+            if in_order:
+                mpi.interrupted_creation = context.name
             if processes == list(range(mpi.size)):
                 comm, copied = mpi.call(parent.Idup)
                 wait(copied)  # Split would spin, which is slow with more ranks than cores
-            elif len(processes) == mpi.size:
+            elif in_order:
                 comm = mpi.call(parent.Split, 0, context.rank)
             else:
                 comm = mpi.call(self._create_subgroup, parent, processes, _hash(context.name, 32767))
+            if in_order:
+                mpi.interrupted_creation = ""
             mpi.call(comm.Set_errhandler, mpi.MPI.ERRORS_RETURN)
         return comm
 

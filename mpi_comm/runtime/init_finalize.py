@@ -94,6 +94,7 @@ class Runtime:
         lost: why each process that has died did, by its rank in MPI_COMM_WORLD.
         exit_timeout: seconds that this process waits for the others at exit.
         creation_lock: held while a communicator is created: all processes create theirs in the same order.
+        interrupted_creation: the group whose communicator may have been created by some processes only, or "".
     """
 
     def __init__(self, timeout: float) -> None:
@@ -127,6 +128,7 @@ class Runtime:
         self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self.world_ranks: weakref.WeakSet[WorldRanks] = weakref.WeakSet()
         self.creation_lock = threading.Lock()
+        self.interrupted_creation = ""
         self._parent: Any = None
         self._uncaught: BaseException | None = None
         self._pid = os.getpid()

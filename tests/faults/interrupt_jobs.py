@@ -167,6 +167,40 @@ def batch(group: Any, k: int) -> Step:
     return call, _equals(y, _value(before, k))
 
 
+def new_group(_: Any, k: int) -> Step:
+    """A new group; on the ranks that have made it, its calls work or fail."""
+    made: list[Any] = []
+    x = np.full(1, _value(dist.get_rank(), k))
+
+    def check() -> None:
+        try:
+            dist.all_reduce(x, group=made[0])
+        finally:
+            dist.destroy_process_group(made[0])
+        _equals(x, sum(_value(r, k) for r in range(dist.get_world_size())))()
+
+    return lambda: made.append(dist.new_group(timeout=_TIMEOUT_S)), check
+
+
+def destroy(group: Any, k: int) -> Step:
+    """The end of a group that has been used."""
+    made = dist.new_group(timeout=_TIMEOUT_S)
+    all_reduce(SMALL)(made, k)[0]()
+    return lambda: dist.destroy_process_group(made), _nothing
+
+
+def symmetric(group: Any, k: int) -> Step:
+    """Symmetric memory, and an all_reduce on it."""
+    made: list[Any] = []
+
+    def check() -> None:
+        made[0][:] = _value(me(group), k)
+        dist.all_reduce(made[0], group=group)
+        _equals(made[0], sum(_value(r, k) for r in range(group.size())))()
+
+    return lambda: made.append(group.symmetric_empty(1000)), check
+
+
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": all_reduce(SMALL),
     "all_reduce large": all_reduce(LARGE),
@@ -183,6 +217,9 @@ OPERATIONS: dict[str, Operation] = {
     "irecv large": send(LARGE, 1, True),
     "batch": batch,
     "recv_object_list": received_objects(),
+    "new_group": new_group,
+    "destroy": destroy,
+    "symmetric_empty": symmetric,
 }
 
 
@@ -196,9 +233,9 @@ def _do(step: Step | None) -> str:
         return ""
     try:
         step[0]()
+        step[1]()
     except dist.DistError as e:
         return type(e).__name__
-    step[1]()
     return ""
 
 
@@ -210,11 +247,11 @@ def _interrupted(step: Step | None, point: Point | None) -> tuple[str, Points]:
     try:
         with points:
             step[0]()
+        step[1]()
     except Interrupt:
         return "Interrupt", points
     except dist.DistError as e:
         return type(e).__name__, points
-    step[1]()
     return "", points
 
 
@@ -241,6 +278,8 @@ def _trial(name: str, point: Point | None, goes_on: bool, warm: bool) -> tuple[P
         wrong = f"{type(e).__name__}: {e}"
     if "OperationTimeoutError" in results:
         wrong += " a wait without end"
+    if point is None and me(group) == VICTIM and any(results):
+        wrong += " an error without an interrupt"
     dist.destroy_process_group(group)
     return points, wrong and f"{wrong} {results}"
 

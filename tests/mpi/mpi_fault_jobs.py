@@ -17,7 +17,9 @@ import unicoll as dist
 from mpi_comm import collectives, watchdog
 from mpi_comm.backend import _LONG
 from mpi_comm.p2p.matcher import RequestMatcher
+from mpi_comm.runtime.communicators import WorldRanks
 from mpi_comm.runtime.init_finalize import runtime
+from tests.support.interrupts import Interrupt
 from tests.support.order import PATIENCE_S, await_true, await_word, send_word
 from tests.support.outcomes import failure_of
 from tests.support.worker import Failure, send_note
@@ -73,6 +75,29 @@ def messages_after_a_group(size: int) -> float:
     dist.barrier(second)
     dist.destroy_process_group(second)
     return float(received.max())
+
+
+def interrupted_creation(where: str) -> list[Failure | None]:
+    """Rank 0 is interrupted in the creation of a communicator: the errors of it, of the next, and of another group."""
+    real = getattr(WorldRanks, where)
+
+    def interrupted(*arguments: Any) -> Any:
+        if where == "_check_members":
+            real(*arguments)
+        raise Interrupt("injected")
+
+    def make_and_use() -> None:
+        dist.barrier(dist.new_group())
+
+    if dist.get_rank() == 0:
+        setattr(WorldRanks, where, interrupted)
+    failures: list[Failure | None] = []
+    try:
+        failures.append(failure_of(make_and_use))
+    except Interrupt:
+        failures.append(None)
+    setattr(WorldRanks, where, real)
+    return [*failures, failure_of(make_and_use), failure_of(dist.barrier)]
 
 
 @contextmanager

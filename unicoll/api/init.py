@@ -231,8 +231,10 @@ def destroy_process_group(group: Any = None) -> None:
 
         leave(job)
         return
-    job.groups.remove(pg)
-    pg.close()
+    try:
+        job.groups.remove(pg)
+    finally:  # also if an exception of a signal's handler comes here
+        pg.close()
     if not job.groups:  # recover() has replaced the default group
         from unicoll.bootstrap.join import leave
 

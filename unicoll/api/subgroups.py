@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import EllipsisType
 from typing import Any
 
 from unicoll.api import objects, world
 from unicoll.backend.contract import Context, Job
-from unicoll.errors import DistArgumentError
+from unicoll.backend.interrupts import leaves_doubt
+from unicoll.errors import DistArgumentError, DistError
 from unicoll.group import backend_choice
 from unicoll.group.arguments import as_integer, check_ranks
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.growth import GrowthRecord
 from unicoll.group.process_group import ProcessGroup
 from unicoll.net.timeouts import Timeout
+
+_LISTED = "new_group()"
+"""The kind of the groups that all processes of a job make, by which their names are numbered."""
+
+
+def _reserve(job: Job, kind: str, names: list[str], count: int = 1) -> None:
+    """Add the names of the next groups of a kind to ``names``, before anything can fail on this rank alone.
+
+    So the names of later groups are equal on all ranks.
+    """
+    above = f"{job.name}/" if job.name else ""
+    before = job.named[kind]
+    prefix = "group" if kind == _LISTED else f"local-{kind}"
+    made = [f"{above}{prefix}-{before + i}" for i in range(1, count + 1)]
+    # Nothing is called from here on: an exception of a signal's handler comes before both or behind both.
+    names += made
+    job.named[kind] = before + count
+
+
+def _failed(names: list[str], parent: Any, reserve: Callable[[], object], cause: BaseException) -> None:
+    """Fail the groups that an exception which is no refusal has kept this rank from making: others may have made them.
+
+    Args:
+        names: of these groups; empty if they have not been reserved.
+        parent: the group whose members make them.
+        reserve: reserves the names.
+        cause: the exception.
+    """
+    if not leaves_doubt(cause) or not isinstance(parent, ProcessGroup):
+        return
+    if not names:
+        with suppress(DistError):  # the other ranks refuse the call
+            reserve()
+    parent.fail_derived(names, cause)
 
 
 def _make(
@@ -83,50 +119,35 @@ def new_group(
             caller is not among them.
         BackendUnavailableError: the backend cannot be used here.
     """
-    default = world.member(None, "new_group")
-    return _new_group(
-        default,
-        ranks,
-        timeout,
-        backend,
-        pg_options,
-        use_local_synchronization,
-        group_desc,
-        device_id,
-        sort_ranks,
-    )
+    names: list[str] = []
+
+    def reserve() -> None:
+        job, kind = world.current("new_group"), _LISTED
+        if use_local_synchronization:
+            members = _members(job, ranks, sort_ranks)
+            if job.rank not in members:
+                raise DistArgumentError("new_group: with use_local_synchronization only the members may call")
+            kind = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+        _reserve(job, kind, names)
+
+    try:
+        default = world.member(None, "new_group")
+        reserve()
+        members = _members(default.job, ranks, sort_ranks)
+        seconds = world.seconds(timeout, default.timeout)
+        choices = _choices(default.job, backend, default)
+        parent = None if use_local_synchronization else default
+        return _make(
+            default.job, names[0], members, choices, seconds, group_desc, pg_options, device_id, parent
+        )
+    except BaseException as e:
+        _failed(names, world.resolve(None), reserve, e)
+        raise
 
 
-def _new_group(
-    default: ProcessGroup,
-    ranks: Sequence[int] | None,
-    timeout: Timeout,
-    backend: str | None,
-    pg_options: Any,
-    use_local_synchronization: bool,
-    group_desc: str | None,
-    device_id: Any = None,
-    sort_ranks: bool = True,
-) -> Any:
-    """:func:`new_group` of the job with this default group."""
-    job = default.job
+def _members(job: Job, ranks: Sequence[int] | None, sort: bool = True) -> list[int]:
     members = check_ranks("new_group", range(job.size) if ranks is None else ranks, job.size)
-    above = f"{job.name}/" if job.name else ""
-    if sort_ranks:
-        members.sort()
-    if use_local_synchronization:
-        if job.rank not in members:
-            raise DistArgumentError("new_group: with use_local_synchronization only the members may call")
-        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
-        job.named[digest] += 1
-        name = f"{above}local-{digest}-{job.named[digest]}"
-    else:
-        job.named["new_group()"] += 1
-        name = f"{above}group-{job.named['new_group()']}"
-    seconds = world.seconds(timeout, default.timeout)
-    choices = _choices(job, backend, default)
-    parent = None if use_local_synchronization else default
-    return _make(job, name, members, choices, seconds, group_desc, pg_options, device_id, parent)
+    return sorted(members) if sort else members
 
 
 def new_subgroups(
@@ -150,17 +171,19 @@ def new_subgroups(
     Raises:
         DistArgumentError: the group cannot be cut evenly.
     """
-    parent = world.member(group, "new_subgroups")
-    given = group_size if group_size is not None else parent.job.local_size or parent.size()
-    size = as_integer("new_subgroups: group_size", given)
-    if not 0 < size <= parent.size() or parent.size() % size:
-        raise DistArgumentError(
-            f"new_subgroups: a group of {parent.size()} cannot be cut into groups of {size}"
-        )
-    ranks = parent.ranks
-    lists = [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
-    default = parent.job.default or world.member(None, "new_subgroups")
-    return _subgroups(default, lists, timeout, backend, pg_options, group_desc)
+
+    def lists() -> list[list[int]]:
+        parent = world.member(group, "new_subgroups")
+        given = group_size if group_size is not None else parent.job.local_size or parent.size()
+        size = as_integer("new_subgroups: group_size", given)
+        if not 0 < size <= parent.size() or parent.size() % size:
+            raise DistArgumentError(
+                f"new_subgroups: a group of {parent.size()} cannot be cut into groups of {size}"
+            )
+        ranks = parent.ranks
+        return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+
+    return _subgroups("new_subgroups", group, lists, timeout, backend, pg_options, group_desc)
 
 
 def new_subgroups_by_enumeration(
@@ -178,29 +201,50 @@ def new_subgroups_by_enumeration(
     Raises:
         DistArgumentError: no lists, or a rank in two of them.
     """
-    if not ranks_per_subgroup_list:
-        raise DistArgumentError("new_subgroups_by_enumeration: no subgroups given")
-    everyone = [r for ranks in ranks_per_subgroup_list for r in ranks]
-    if len(set(everyone)) != len(everyone):
-        raise DistArgumentError("new_subgroups_by_enumeration: a rank is in two subgroups")
-    default = world.member(None, "new_subgroups_by_enumeration")
-    return _subgroups(default, ranks_per_subgroup_list, timeout, backend, pg_options, group_desc)
+
+    def lists() -> Sequence[Sequence[int]]:
+        if not ranks_per_subgroup_list:
+            raise DistArgumentError("new_subgroups_by_enumeration: no subgroups given")
+        everyone = [r for ranks in ranks_per_subgroup_list for r in ranks]
+        if len(set(everyone)) != len(everyone):
+            raise DistArgumentError("new_subgroups_by_enumeration: a rank is in two subgroups")
+        return ranks_per_subgroup_list
+
+    what = "new_subgroups_by_enumeration"
+    return _subgroups(what, None, lists, timeout, backend, pg_options, group_desc)
 
 
 def _subgroups(
-    default: ProcessGroup,
-    lists: Sequence[Sequence[int]],
+    what: str,
+    group: Any,
+    lists: Callable[[], Sequence[Sequence[int]]],
     timeout: Timeout,
     backend: str | None,
     pg_options: Any,
     group_desc: str | None,
 ) -> tuple[Any, list[Any]]:
-    mine, made = None, []
-    for ranks in lists:
-        made.append(_new_group(default, ranks, timeout, backend, pg_options, False, group_desc))
-        if isinstance(made[-1], ProcessGroup):
-            mine = made[-1]
-    return mine, made
+    """Groups of the members in ``lists()``; ``group``: of the job."""
+    names: list[str] = []
+
+    def reserve() -> None:
+        _reserve(world.member(group, what).job, _LISTED, names, len(lists()))
+
+    try:
+        job = world.member(group, what).job
+        default = job.default or world.member(None, what)
+        reserve()
+        members = [sorted(check_ranks("new_group", ranks, job.size)) for ranks in lists()]
+        seconds = world.seconds(timeout, default.timeout)
+        choices = _choices(job, backend, default)
+        mine, made = None, []
+        for name, ranks in zip(names, members, strict=True):
+            made.append(_make(job, name, ranks, choices, seconds, group_desc, pg_options, None, default))
+            if isinstance(made[-1], ProcessGroup):
+                mine = made[-1]
+        return mine, made
+    except BaseException as e:
+        _failed(names, world.resolve(group), reserve, e)
+        raise
 
 
 def split_group(
@@ -235,34 +279,46 @@ def split_group(
         DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent; or both
             ``split_ranks`` and ``color``.
     """
-    parent = world.member(parent_pg, "split_group").base
-    if not isinstance(color, EllipsisType):
-        if split_ranks is not None:
-            raise DistArgumentError("split_group: give split_ranks or color, not both")
-        split_ranks = _parts_by_color(parent, color, key)
-        if not split_ranks:
-            return None
-    elif split_ranks:
-        split_ranks = [sorted(part) for part in split_ranks]
-    else:
-        raise DistArgumentError("split_group: split_ranks is empty")
-    everyone = [r for part in split_ranks for r in part]
-    check_ranks("split_group", everyone, parent.size())
-    number = parent.next_child()
-    seconds = world.seconds(timeout, parent.timeout)
-    choices = _choices(parent.job, backend, parent)
-    for i, part in enumerate(split_ranks):
-        if len(part) == 0:
-            raise DistArgumentError(f"split_group: part {i} of split_ranks is empty")
-        if parent.rank() in part:
-            name = f"{parent.name}/{number}.{i}"
-            members = [parent.ranks[r] for r in part]
-            made: ProcessGroup = _make(
-                parent.job, name, members, choices, seconds, group_desc, pg_options, None, parent
-            )
-            return made
-    parent.leave_out(choices)
-    return None
+    names: list[str] = []
+
+    def reserve() -> None:
+        parent = world.member(parent_pg, "split_group").base
+        # by colour there is a part for each rank at most
+        parent.reserve_parts(names, len(split_ranks or ()) or parent.size())
+
+    try:
+        parent = world.member(parent_pg, "split_group").base
+        parts: list[list[int]]
+        if not isinstance(color, EllipsisType):
+            if split_ranks is not None:
+                raise DistArgumentError("split_group: give split_ranks or color, not both")
+            parts = _parts_by_color(parent, color, key)
+            if not parts:
+                return None
+        elif split_ranks:
+            parts = [sorted(part) for part in split_ranks]
+        else:
+            raise DistArgumentError("split_group: split_ranks is empty")
+        everyone = [r for part in parts for r in part]
+        check_ranks("split_group", everyone, parent.size())
+        reserve()
+        seconds = world.seconds(timeout, parent.timeout)
+        choices = _choices(parent.job, backend, parent)
+        for i, part in enumerate(parts):
+            if len(part) == 0:
+                raise DistArgumentError(f"split_group: part {i} of split_ranks is empty")
+            if parent.rank() in part:
+                members = [parent.ranks[r] for r in part]
+                made: ProcessGroup = _make(
+                    parent.job, names[i], members, choices, seconds, group_desc, pg_options, None, parent
+                )
+                return made
+        parent.leave_out(choices)
+        return None
+    except BaseException as e:
+        _failed(names, world.resolve(parent_pg), reserve, e)
+        world.interrupted(parent_pg, e)
+        raise
 
 
 def _parts_by_color(parent: ProcessGroup, color: int | None, key: int) -> list[list[int]]:

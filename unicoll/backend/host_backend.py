@@ -310,19 +310,26 @@ class HostBackend(ObservedBackend):
         self.closed = True
         context, stuck = self.context, self.stuck
         destroyed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
-        ended = self.queue.close(_DRAIN_S if not stuck else 0.0)
-        if not ended:
-            self.abort(destroyed)
-            ended = self.queue.close(_ABORTED_S if not stuck else 0.0)
-        if context.job.control is not None:
-            context.job.control.unwatch(context.name, context.backend)
-        self._p2p.drain(_DRAIN_S)
-        if not self.queue.in_callback and not self.queue.idle(TICK_S):
-            self.state.abort(destroyed)  # another thread is in a blocking call
-        failure = self.state.close()
-        clean = self._p2p.close()
-        self.release(ended and clean, failure)
-        self.abort(destroyed)  # a subclass may wake what waits
+        ended = False
+        try:
+            ended = self.queue.close(_DRAIN_S if not stuck else 0.0)
+            if not ended:
+                self.abort(destroyed)
+                ended = self.queue.close(_ABORTED_S if not stuck else 0.0)
+            self._unwatch()
+            self._p2p.drain(_DRAIN_S)
+            if not self.queue.in_callback and not self.queue.idle(TICK_S):
+                self.state.abort(destroyed)  # another thread is in a blocking call
+        finally:  # also if an exception of a signal's handler ends one of these waits
+            self._unwatch()
+            failure = self.state.close()
+            clean = self._p2p.close()
+            self.release(ended and clean, failure)
+            self.abort(destroyed)  # a subclass may wake what waits
+
+    def _unwatch(self) -> None:
+        if self.context.job.control is not None:
+            self.context.job.control.unwatch(self.context.name, self.context.backend)
 
     def release(self, clean: bool, failure: DistError | None) -> None:
         """Release what the collectives use. The queue's thread has ended and the engine is closed.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.contract import Backend, Context, Job
+from unicoll.backend.operation_errors import announce, member_failed_error
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import (
     CallOptions,
@@ -100,16 +101,22 @@ class ProcessGroup:
             raise GroupAbortedError(f"group {context.name!r} {_FORKED}", group=context.name)
         above = parent._backends if parent is not None else None
         backends = GroupBackends(context, choices, above, excluded, grown)
-        name, options = context.name, context.options
-        log.info("created group %r (%s): rank %d of %d", name, backends.config, context.rank, context.size)
-        settings = CallSettings(
-            context.timeout,
-            wants_timing(options),
-            compression=compression_of(options),
-            exact_sums=wants_exact_sums(options),
-        )
-        made = cls(context, backends, Dispatcher(context, backends), settings)
-        context.job.groups.append(made)
+        try:
+            name, options = context.name, context.options
+            log.info(
+                "created group %r (%s): rank %d of %d", name, backends.config, context.rank, context.size
+            )
+            settings = CallSettings(
+                context.timeout,
+                wants_timing(options),
+                compression=compression_of(options),
+                exact_sums=wants_exact_sums(options),
+            )
+            made = cls(context, backends, Dispatcher(context, backends), settings)
+            context.job.groups.append(made)
+        except BaseException:
+            backends.close()
+            raise
         return made
 
     def _pybind11_conduit_v1_(self, *args: Any) -> Any:
@@ -234,6 +241,14 @@ class ProcessGroup:
         context = replace(self._context, name=name, ranks=ranks, options=options)
         return ProcessGroup.create(context, self.choices, self, excluded, grown)
 
+    def reserve_parts(self, names: list[str], count: int) -> None:
+        """Add the names of the parts that this group is cut into next to ``names``."""
+        number = self._backends.children + 1
+        made = [f"{self.name}/{number}.{i}" for i in range(count)]
+        # Nothing is called from here on: an exception of a signal's handler comes before both or behind both.
+        names += made
+        self._backends.children = number
+
     def next_child(self) -> int:
         """Number of the next group derived from this one, from 1; equal on all members that make the same calls."""
         self._backends.children += 1
@@ -246,6 +261,12 @@ class ProcessGroup:
         spans = [f"{low}-{high}" if high > low else f"{low}" for low, high in rank_spans(excluded)]
         times = f".{shrinks[left]}" if shrinks[left] > 1 else ""
         return f"{self.name}/without-{','.join(spans)}{times}"
+
+    def fail_derived(self, names: Sequence[str], cause: BaseException) -> None:
+        """Fail groups that members of this one make, on all of them, because of an exception on this rank."""
+        for name in names:
+            context = replace(self._context, name=name)
+            announce(context, member_failed_error(context, "creating", cause))
 
     def leave_out(self, choices: Sequence[BackendChoice]) -> None:
         """Take part in making a group of other members of this one; all members do."""
