@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import logging
+import random
+import signal
+import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import unicoll as dist
 from tests.conformance.p2p_jobs import must
 from tests.support.interrupts import Interrupt, Point, Points, describe
+from tests.support.order import await_true
+from unicoll.backend.thread_activity import entries
+from unicoll.backend.work import HostCompletion
 
 Step = tuple[Callable[[], Any], Callable[[], None]]
 """A call, and the check of its result."""
@@ -21,8 +32,8 @@ Operation = Callable[[Any, int], "Step | None"]
 
 VICTIM = 0
 """The rank that is interrupted."""
-_TIMEOUT_S = 10.0
-_SLOW_S = 2.0
+TIMEOUT_S = 10.0
+SLOW_S = 2.0
 """A trial that takes longer waited for a timeout."""
 _CALLS = 3
 """Calls that each rank makes after the one that is interrupted."""
@@ -45,12 +56,27 @@ def _equals(x: Any, value: float) -> Callable[[], None]:
     return check
 
 
-def all_reduce(count: int, async_op: bool = False) -> Operation:
+class Library(NamedTuple):
+    """Whose functions are called.
+
+    Attributes:
+        dist: its module, unicoll or torch.distributed.
+        array: what its functions take for an array, of the same memory.
+        outside: directories of code that is not unicoll's.
+    """
+
+    dist: Any
+    array: Callable[[Any], Any]
+    outside: tuple[str, ...] = ()
+
+
+def all_reduce(of: Library, count: int, async_op: bool = False) -> Operation:
     def step(group: Any, k: int) -> Step:
         x = np.full(count, _value(me(group), k))
+        array = of.array(x)
 
         def call() -> None:
-            work = dist.all_reduce(x, group=group, async_op=async_op)
+            work = of.dist.all_reduce(array, group=group, async_op=async_op)
             if work is not None:
                 work.wait()
 
@@ -59,36 +85,44 @@ def all_reduce(count: int, async_op: bool = False) -> Operation:
     return step
 
 
-def all_gather(group: Any, k: int) -> Step:
+def all_gather(of: Library) -> Operation:
     """Of uneven sizes."""
-    sizes = [10 + 70_000 * r for r in range(group.size())]
-    x, found = np.full(sizes[me(group)], _value(me(group), k)), [np.zeros(size) for size in sizes]
 
-    def check() -> None:
-        for rank, each in enumerate(found):
-            _equals(each, _value(rank, k))()
+    def step(group: Any, k: int) -> Step:
+        sizes = [10 + 70_000 * r for r in range(group.size())]
+        x, found = np.full(sizes[me(group)], _value(me(group), k)), [np.zeros(size) for size in sizes]
+        array, arrays = of.array(x), [*map(of.array, found)]
 
-    return lambda: dist.all_gather(found, x, group=group), check
+        def check() -> None:
+            for rank, each in enumerate(found):
+                _equals(each, _value(rank, k))()
 
+        return lambda: of.dist.all_gather(arrays, array, group=group), check
 
-def objects(group: Any, k: int) -> Step:
-    found: list[Any] = [None] * group.size()
-
-    def check() -> None:
-        assert found == [(k, rank) for rank in range(group.size())], found
-
-    return lambda: dist.all_gather_object(found, (k, me(group)), group=group), check
+    return step
 
 
-def barrier(group: Any, k: int) -> Step:
-    return lambda: dist.barrier(group=group), lambda: None
+def objects(of: Library) -> Operation:
+    def step(group: Any, k: int) -> Step:
+        found: list[Any] = [None] * group.size()
+
+        def check() -> None:
+            assert found == [(k, rank) for rank in range(group.size())], found
+
+        return lambda: of.dist.all_gather_object(found, (k, me(group)), group=group), check
+
+    return step
+
+
+def barrier(of: Library) -> Operation:
+    return lambda group, k: (lambda: of.dist.barrier(group=group), _nothing)
 
 
 def _nothing() -> None:
     pass
 
 
-def send(count: int, sender: int, posted: bool = False) -> Operation:
+def send(of: Library, count: int, sender: int, posted: bool = False) -> Operation:
     """Messages of one rank to the next; with ``posted`` by isend and irecv."""
     arrays: dict[Any, list[tuple[Any, Any]]] = {}
     last: dict[Any, int] = {}
@@ -96,21 +130,22 @@ def send(count: int, sender: int, posted: bool = False) -> Operation:
     def step(group: Any, k: int) -> Step | None:
         receiver = (sender + 1) % 2
         if me(group) == sender:
-            x = np.full(count, float(k))
+            x = of.array(np.full(count, float(k)))
             if posted:
-                return lambda: must(dist.isend(x, receiver, group=group)).wait(), _nothing
-            return lambda: dist.send(x, receiver, group=group), _nothing
+                return lambda: must(of.dist.isend(x, receiver, group=group)).wait(), _nothing
+            return lambda: of.dist.send(x, receiver, group=group), _nothing
         if me(group) != receiver:
             return None
         y = np.zeros(count)
+        array = of.array(y)
         received = arrays.setdefault(group, [])
 
         def call() -> None:
             if not posted:
-                dist.recv(y, sender, group=group)
+                of.dist.recv(array, sender, group=group)
                 received.append((None, y))
                 return
-            work = must(dist.irecv(y, sender, group=group))
+            work = must(of.dist.irecv(array, sender, group=group))
             received.append((work, y))
             work.wait()
 
@@ -130,13 +165,13 @@ def send(count: int, sender: int, posted: bool = False) -> Operation:
     return step
 
 
-def received_objects() -> Operation:
+def received_objects(of: Library) -> Operation:
     """Lists of objects from rank 1, each a header and a body. An interrupted receive has consumed both or none."""
     last: dict[Any, int] = {}
 
     def step(group: Any, k: int) -> Step | None:
         if me(group) == 1:
-            return lambda: dist.send_object_list([k, bytes(20_000)], 0, group=group), _nothing
+            return lambda: of.dist.send_object_list([k, bytes(20_000)], 0, group=group), _nothing
         if me(group) != VICTIM:
             return None
         found: list[Any] = [None, None]
@@ -146,46 +181,55 @@ def received_objects() -> Operation:
             assert found == [expected, bytes(20_000)], f"{found[0]} in place of {expected}"
             last[group] = expected
 
-        return lambda: dist.recv_object_list(found, 1, group=group), check
+        return lambda: of.dist.recv_object_list(found, 1, group=group), check
 
     return step
 
 
-def batch(group: Any, k: int) -> Step:
+def batch(of: Library) -> Operation:
     """Messages in a ring, to the next rank from the one before."""
-    rank, size = me(group), group.size()
-    x, y = np.full(5, _value(rank, k)), np.zeros(5)
-    before = (rank - 1) % size
 
-    messages = [
-        dist.P2POp(dist.isend, x, (rank + 1) % size, group),
-        dist.P2POp(dist.irecv, y, before, group),
-    ]
+    def step(group: Any, k: int) -> Step:
+        rank, size = me(group), group.size()
+        x, y = np.full(5, _value(rank, k)), np.zeros(5)
+        before = (rank - 1) % size
 
-    def call() -> None:
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
+        messages = [
+            of.dist.P2POp(of.dist.isend, of.array(x), (rank + 1) % size, group),
+            of.dist.P2POp(of.dist.irecv, of.array(y), before, group),
+        ]
 
-    return call, _equals(y, _value(before, k))
+        def call() -> None:
+            for work in of.dist.batch_isend_irecv(messages):
+                work.wait()
+
+        return call, _equals(y, _value(before, k))
+
+    return step
 
 
-OPERATIONS: dict[str, Operation] = {
-    "all_reduce": all_reduce(SMALL),
-    "all_reduce large": all_reduce(LARGE),
-    "all_reduce async": all_reduce(SMALL, True),
-    "all_gather": all_gather,
-    "all_gather_object": objects,
-    "barrier": barrier,
-    "send": send(8, VICTIM),
-    "send large": send(LARGE, VICTIM),
-    "recv": send(8, 1),
-    "recv large": send(LARGE, 1),
-    "isend": send(8, VICTIM, True),
-    "irecv": send(8, 1, True),
-    "irecv large": send(LARGE, 1, True),
-    "batch": batch,
-    "recv_object_list": received_objects(),
-}
+def operations(of: Library) -> dict[str, Operation]:
+    return {
+        "all_reduce": all_reduce(of, SMALL),
+        "all_reduce large": all_reduce(of, LARGE),
+        "all_reduce async": all_reduce(of, SMALL, True),
+        "all_gather": all_gather(of),
+        "all_gather_object": objects(of),
+        "barrier": barrier(of),
+        "send": send(of, 8, VICTIM),
+        "send large": send(of, LARGE, VICTIM),
+        "recv": send(of, 8, 1),
+        "recv large": send(of, LARGE, 1),
+        "isend": send(of, 8, VICTIM, True),
+        "irecv": send(of, 8, 1, True),
+        "irecv large": send(of, LARGE, 1, True),
+        "batch": batch(of),
+        "recv_object_list": received_objects(of),
+    }
+
+
+UNICOLL = Library(dist, lambda x: x)
+OPERATIONS = operations(UNICOLL)
 
 
 def _do(step: Step | None) -> str:
@@ -200,49 +244,57 @@ def _do(step: Step | None) -> str:
     return ""
 
 
-def _interrupted(step: Step | None, point: Point | None) -> tuple[str, Points]:
-    """Make a call with an exception at a point."""
-    points = Points(point)
-    if step is None:
-        return "", points
-    try:
-        with points:
-            step[0]()
-    except Interrupt:
-        return "Interrupt", points
-    except dist.DistError as e:
-        return type(e).__name__, points
-    step[1]()
-    return "", points
+def _trial(
+    operation: Operation,
+    of: Library,
+    interrupted: Callable[[Callable[[], Any]], None],
+    goes_on: bool = True,
+    warm: bool = True,
+    late_s: float = 0.0,
+) -> str:
+    """Make calls on a new group, one of rank :data:`VICTIM` by ``interrupted``; returns what was wrong.
 
-
-def _trial(name: str, point: Point | None, goes_on: bool, warm: bool) -> tuple[Points | None, str]:
-    """Interrupt a call on a new group; returns the points, and what was wrong."""
-    operation = OPERATIONS[name]
-    group, points, wrong = dist.new_group(timeout=_TIMEOUT_S), None, ""
+    With ``late_s`` the other ranks make that call later.
+    """
+    group, wrong = of.dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), ""
     began = time.monotonic()
-    results = []
+    first, results = int(warm), []
     try:
         if warm:
             results.append(_do(operation(group, 0)))
-        if me(group) == VICTIM:
-            result, points = _interrupted(operation(group, int(warm)), point)
-            results.append(result)
-        for k in range(int(warm) + (me(group) == VICTIM), int(warm) + 1 + _CALLS):
-            if me(group) == VICTIM and result == "Interrupt" and not goes_on:
-                break
-            results.append(_do(operation(group, k)))
+        time.sleep(late_s)
+        for k in range(first, first + 1 + _CALLS):
+            step = operation(group, k)
+            if me(group) == VICTIM and k == first and step is not None:
+                call, check = step
+                step = (lambda: interrupted(call), check)  # noqa: B023
+            try:
+                results.append(_do(step))
+            except (Interrupt, KeyboardInterrupt) as e:
+                results.append(type(e).__name__)
+                if not goes_on:
+                    break
     except BaseException as e:
         wrong = f"{type(e).__name__}: {e}"
     took = time.monotonic() - began
-    if took > _SLOW_S:
+    if took > SLOW_S:
         wrong += f" took {took:.1f} s"
-    dist.destroy_process_group(group)
-    return points, wrong and f"{wrong} {results}"
+    of.dist.destroy_process_group(group)
+    return wrong and f"{wrong} {results}"
+
+
+def prepare() -> None:
+    logging.getLogger("unicoll").setLevel(logging.CRITICAL + 1)
+    warnings.simplefilter("ignore", ResourceWarning)  # a Work that an exception has kept from the caller
 
 
 def trials(
-    name: str, goes_on: bool = True, warm: bool = True, every: int = 1, first: int = 0
+    name: str,
+    goes_on: bool = True,
+    warm: bool = True,
+    every: int = 1,
+    first: int = 0,
+    of: Library = UNICOLL,
 ) -> tuple[int, int, list[str]]:
     """Interrupt a call at each of its points, or at every nth of them.
 
@@ -251,23 +303,123 @@ def trials(
         goes_on: False: the interrupted rank leaves the group, and makes no more calls.
         warm: False: the call is the group's first.
         every, first: which points.
+        of: whose functions.
 
     Returns:
         The number of points, of trials, and what was wrong on this rank.
     """
-    logging.getLogger("unicoll").setLevel(logging.CRITICAL + 1)
-    warnings.simplefilter("ignore", ResourceWarning)  # a Work that an exception has kept from the caller
+    prepare()
+    operation = operations(of)[name]
     seen: dict[Point, None] = {}
+
+    def interrupted(call: Callable[[], Any]) -> None:
+        with Points(point, of.outside) as points:
+            call()
+        if point is None:
+            seen.update(dict.fromkeys(points.seen))
+
+    point: Point | None = None
     for _ in range(3):  # what depends on time may differ
-        points, wrong = _trial(name, None, True, warm)
+        wrong = _trial(operation, of, interrupted, True, warm)
         assert not wrong, wrong
-        seen |= dict.fromkeys(points.seen if points else ())
     chosen = [[*seen]]
     dist.broadcast_object_list(chosen, VICTIM)
     tried, found = chosen[0][first % every :: every], []
     for point in tried:
         dist.barrier()
-        wrong = _trial(name, point, goes_on, warm)[1]
+        wrong = _trial(operation, of, interrupted, goes_on, warm)
         if wrong:
             found.append(f"{name}: rank {dist.get_rank()}: {describe(point)}: {wrong}")
     return len(chosen[0]), len(tried), found
+
+
+class Strikes:
+    """Sends this process a SIGINT at a random time of a call, where Python's own handler raises KeyboardInterrupt.
+
+    A signal that comes before or after the call is ignored: when the innermost frame is a test's, or at the beginning
+    of a function that a test calls, as in :class:`Points`.
+
+    Attributes:
+        count: calls that were interrupted.
+    """
+
+    def __init__(self, seed: int, outside: Sequence[str] = ()) -> None:
+        self.count = 0
+        self._rng = random.Random(seed)
+        self._points = Points(outside=outside)
+        self._in_call = False
+
+    def __enter__(self) -> Strikes:
+        self._handler = signal.signal(signal.SIGINT, self._ring)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._hook
+        signal.signal(signal.SIGINT, self._handler)
+
+    def _unraisable(self, unraisable: Any) -> None:
+        """The exception was raised in a finalizer, where CPython drops it."""
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            self._hook(unraisable)
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        if self._in_call and self._points.is_within(frame):
+            self._in_call = False
+            self.count += 1
+            signal.default_int_handler(number, frame)
+
+    def interrupted(self, call: Callable[[], Any]) -> None:
+        """Make a call with a signal in it, or soon after it."""
+        delay = self._rng.choice((1e-4, 1e-3, 5e-3)) * self._rng.random()
+        arguments = delay, threading.get_ident()
+        sender = threading.Thread(target=_send_later, args=arguments)
+        sender.start()
+        try:
+            self._in_call = True
+            call()
+        finally:
+            self._in_call = False
+            sender.join()
+
+
+def _send_later(delay: float, thread: int) -> None:
+    time.sleep(delay)
+    signal.pthread_kill(thread, signal.SIGINT)
+
+
+@contextmanager
+def struck_while_waiting() -> Iterator[None]:
+    """Context in which this thread gets KeyboardInterrupt once it waits for an operation."""
+    thread = threading.get_ident()
+
+    def strike() -> None:
+        await_true(lambda: any(e[0] == thread and isinstance(e[1], HostCompletion) for e in [*entries]))
+        signal.pthread_kill(thread, signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    striking = threading.Thread(target=strike)
+    striking.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        striking.join()
+        signal.signal(signal.SIGINT, handler)
+
+
+def strikes(count: int, seed: int) -> tuple[int, list[str]]:
+    """Interrupt calls at random times; returns the number that were, and what was wrong on this rank."""
+    prepare()
+    rng, found = random.Random(seed), []
+    with Strikes(seed) as struck:
+        for trial in range(count):
+            name = rng.choice([*OPERATIONS])
+            operation, late_s = OPERATIONS[name], 5e-3 * rng.random()
+            dist.barrier()
+            wrong = _trial(
+                operation, UNICOLL, struck.interrupted, late_s=late_s * (dist.get_rank() != VICTIM)
+            )
+            if wrong:
+                found.append(f"{name}: rank {dist.get_rank()}: trial {trial}: {wrong}")
+    return struck.count, found
