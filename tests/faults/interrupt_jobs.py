@@ -62,11 +62,13 @@ class Library(NamedTuple):
     Attributes:
         dist: its module, unicoll or torch.distributed.
         array: what its functions take for an array, of the same memory.
+        group: the unicoll group of its group.
         outside: directories of code that is not unicoll's.
     """
 
     dist: Any
     array: Callable[[Any], Any]
+    group: Callable[[Any], Any]
     outside: tuple[str, ...] = ()
 
 
@@ -228,7 +230,7 @@ def operations(of: Library) -> dict[str, Operation]:
     }
 
 
-UNICOLL = Library(dist, lambda x: x)
+UNICOLL = Library(dist, lambda x: x, lambda group: group)
 OPERATIONS = operations(UNICOLL)
 
 
@@ -242,6 +244,10 @@ def _do(step: Step | None) -> str:
         return type(e).__name__
     step[1]()
     return ""
+
+
+def _has_failed(group: Any) -> bool:
+    return group.job.control.group_failure(group.name) is not None
 
 
 def _trial(
@@ -272,7 +278,7 @@ def _trial(
                 results.append(_do(step))
             except (Interrupt, KeyboardInterrupt) as e:
                 results.append(type(e).__name__)
-                if not goes_on:
+                if not goes_on and _has_failed(of.group(group)):
                     break
     except BaseException as e:
         wrong = f"{type(e).__name__}: {e}"
@@ -300,7 +306,8 @@ def trials(
 
     Args:
         name: of the operation.
-        goes_on: False: the interrupted rank leaves the group, and makes no more calls.
+        goes_on: False: if the group has failed, the interrupted rank leaves it, and makes no more calls. (If it can be
+            used, the others wait for those until their timeout, whatever the reason for which a program leaves.)
         warm: False: the call is the group's first.
         every, first: which points.
         of: whose functions.

@@ -1,7 +1,7 @@
 """An exception of a signal's handler at each point of a call: right data or an error on all ranks, and no wait.
 
-``interrupt_jobs`` has the operations. The interrupted rank makes three more calls on the group, or leaves it; the other
-ranks make theirs. The short run tries a part of the points.
+``interrupt_jobs`` has the operations. The interrupted rank makes three more calls on the group, or leaves it if it has
+failed; the other ranks make theirs. The short run tries a part of the points.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ from unicoll.torch_plugin.compat import RequestedGroup
 
 # An exception in torch's own functions comes before or after the call of the group's method, which is then not made, or
 # done. torch.distributed does not undo what it has done, for example one of the two calls of all_gather_object.
-TORCH = jobs.Library(dist, torch.from_numpy, (os.path.dirname(torch.__file__) + os.sep,))
+TORCH = jobs.Library(
+    dist, torch.from_numpy, lambda group: group.unicoll, (os.path.dirname(torch.__file__) + os.sep,)
+)
 
 _LIMIT = timedelta(seconds=jobs.TIMEOUT_S)
 _STEPS = 6
