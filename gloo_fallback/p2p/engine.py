@@ -8,7 +8,8 @@ A blocking receive first polls its sender's ring or socket for a short time (the
 then sleeps on all connections. A small blocking send is one write to the ring, or one system call.
 
 An exception of a signal's handler may end the thread's work at any point. So ``unsure`` is set before a connection, or
-what matches its messages, changes, and cleared once they are right again. Whoever finds it set fails the group. Only a
+what matches its messages, changes, and cleared once they are right again. Whoever finds it set leaves all as it is. The
+interrupted thread, which has released the lock by then, fails the group, else :meth:`P2PEngine.check_deadlines`. Only a
 receive that is interrupted while nothing changes, and of which nothing has come, is taken back.
 """
 
@@ -176,6 +177,8 @@ class P2PEngine:
                 return False
             if connection.sender.awaits_answer:
                 self._receive_available(connection)  # the answer may be there
+            if self.unsure:
+                return False
             self.unsure = True
             sent = not connection.closed and connection.sender.try_send(call)
             self.unsure = False
@@ -199,7 +202,11 @@ class P2PEngine:
             sender = self._progress.poll_rings(rings)
             if sender is not None:
                 with self.lock:
-                    if not sender.closed and self._matcher.empty(call.peer) and self.state.error is None:
+                    if (
+                        not (sender.closed or self.unsure)
+                        and self._matcher.empty(call.peer)
+                        and self.state.error is None
+                    ):
                         self.unsure = True
                         try:
                             taken = sender.receiver.take(call)
@@ -253,7 +260,9 @@ class P2PEngine:
                 self._connector.connect(pending)
             with self.lock:
                 self.state.check()
-                if call.op is PROBE:
+                if self.unsure:
+                    pass
+                elif call.op is PROBE:
                     if self._matcher.post_probe(pending):
                         self.finish(pending)
                 elif not call.inputs:
@@ -346,6 +355,8 @@ class P2PEngine:
 
     def _receive_available(self, connection: PeerConnection) -> bool:
         """Receive the data that has arrived from a peer; False if there is none."""
+        if self.unsure:
+            return False
         found = True
         self.unsure = True
         try:
@@ -360,7 +371,9 @@ class P2PEngine:
         return found
 
     def change(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function that changes a connection; the caller holds the lock."""
+        """Call a function that changes a connection, unless a change was interrupted; the caller holds the lock."""
+        if self.unsure:
+            return
         self.unsure = True
         function(*arguments)
         self.unsure = False
@@ -549,6 +562,8 @@ class P2PEngine:
 
     def _end(self, pending: PendingMessage, error: BaseException) -> None:
         with self.lock:
+            if self.unsure:
+                return
             self.unsure = True
             self._withdraw(pending)
             self.finish(pending, error)
@@ -556,6 +571,8 @@ class P2PEngine:
 
     def _time_out(self, pending: PendingMessage) -> None:
         with self.lock:
+            if self.unsure:
+                return
             self.unsure = True
             begun = self._withdraw(pending)
             others = "" if pending.call.inputs else self._matcher.others(pending.call)

@@ -229,7 +229,7 @@ class ProgressEngine:
         lock, receive, buffer = engine.lock, receiver.receive, engine.buffer
         for _ in range(self._spins):
             with lock:
-                if connection.closed:
+                if connection.closed or engine.unsure:
                     return True
                 engine.unsure = True
                 try:
@@ -267,7 +267,7 @@ class ProgressEngine:
         return True
 
     def _receive_from_ring(self, connection: PeerConnection) -> None:
-        if not connection.closed:
+        if not (connection.closed or self._engine.unsure):
             self._engine.unsure = True
             try:
                 connection.receiver.receive_shared()

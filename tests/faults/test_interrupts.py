@@ -1,7 +1,7 @@
 """An exception of a signal's handler at each point of a call: right data or an error on all ranks, and no wait.
 
-``interrupt_jobs`` has the operations. The interrupted rank makes three more calls on the group, or leaves it; the other
-ranks make theirs. The short run tries a part of the points.
+``interrupt_jobs`` has the operations. The interrupted rank makes three more calls on the group, or leaves it if it has
+failed; the other ranks make theirs. The short run tries a part of the points.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import unicoll as dist
+from tests.conformance.p2p_jobs import must
 from tests.faults import interrupt_jobs as jobs
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
@@ -50,13 +51,13 @@ def run(
 @pytest.mark.parametrize("transport", ["", "tcp", pytest.param("hierarchical", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_rank_goes_on(size: int, transport: str) -> None:
-    run(size, transport, list(jobs.OPERATIONS))
+    run(size, transport, jobs.ON_HOSTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["", "tcp"])
 def test_the_rank_leaves_the_group(transport: str) -> None:
-    run(2, transport, list(jobs.OPERATIONS), goes_on=False)
+    run(2, transport, jobs.ON_HOSTS, goes_on=False)
 
 
 @pytest.mark.slow
@@ -64,6 +65,41 @@ def test_the_rank_leaves_the_group(transport: str) -> None:
 def test_the_first_call_of_a_group(transport: str) -> None:
     """It selects the transport, and connects."""
     run(2, transport, ["all_reduce", "all_gather_object", "send", "recv", "irecv"], warm=False)
+
+
+@pytest.mark.parametrize("transport", ["", "tcp"])
+def test_a_signal_at_a_random_time(transport: str) -> None:
+    count = 40 if is_short() else 1000
+    with joined(2, env={"UNICOLL_TRANSPORT": transport} if transport else {}) as job:
+        job.call(jobs.strikes, count, sample_seed())
+        results = job.results(600)
+    struck = results[jobs.VICTIM][0]
+    print(f"{transport or 'auto'}: {count} calls, {struck} interrupted")
+    wrong = [text for result in results for text in result[1]]
+    assert not wrong, "\n".join(wrong)
+    assert struck > 0
+
+
+@on_ranks(2, env={})
+def test_a_wait_that_was_interrupted_can_be_repeated() -> None:
+    """Ctrl-C while the group's thread executes the collective, which goes on."""
+    world: Any = dist.group.WORLD
+    meeting = must(dist.new_group())
+    x = np.full(5, dist.get_rank() + 1.0)
+    if dist.get_rank() == 0:
+        work = must(dist.all_reduce(x, async_op=True))
+        queue = world._backends.for_device("cpu").queue
+        await_true(lambda: queue.in_background)
+        with jobs.struck_while_waiting():
+            work.wait()
+        dist.barrier(group=meeting)
+        assert work.wait()
+    else:
+        dist.barrier(group=meeting)
+        dist.all_reduce(x)
+    assert (x == 3).all()
+    dist.all_reduce(x)
+    assert (x == 6).all()
 
 
 class Alarm(Exception):

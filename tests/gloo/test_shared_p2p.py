@@ -689,6 +689,34 @@ def test_an_interrupted_send_fails_the_group() -> None:
         work.wait()
 
 
+@pytest.mark.parametrize("env", [{}, {"UNICOLL_TRANSPORT": "tcp"}], ids=str)
+@pytest.mark.parametrize("posted", [False, True])
+@on_ranks(2)
+def test_no_thread_goes_on_with_a_stream_in_doubt(env: dict[str, str], posted: bool) -> None:
+    """An interrupted thread has released the lock, but not failed the group yet: the others change nothing."""
+    group = must(dist.new_group())
+    create_rings(group)
+    failed = r"rank 0 .*: a message was interrupted$"
+    x = np.zeros(4)
+    if me() == 0:
+        work = must(dist.irecv(x, 1, group=group)) if posted else None
+        with engine(group).lock:
+            engine(group).unsure = True
+        dist.barrier()
+        with pytest.raises(dist.GroupAbortedError, match=failed):
+            if work is not None:
+                work.wait()
+            else:
+                dist.recv(x, 1, group=group)
+        assert (x == 0).all()
+    else:
+        dist.barrier()
+        with suppress(dist.GroupAbortedError):  # rank 0 may have found it by now
+            dist.send(np.ones(4), 0, group=group)
+    with pytest.raises(dist.GroupAbortedError, match=failed):
+        dist.recv(x, 1 - me(), group=group)
+
+
 @pytest.mark.skipif(not has_strong_ordering(), reason="rings with notices are not polled")
 @on_ranks(2, env={})
 def test_a_send_that_another_thread_aborts_raises_the_error_of_the_group() -> None:

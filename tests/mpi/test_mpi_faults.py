@@ -160,7 +160,7 @@ def test_an_interrupted_rank(size: int) -> None:
     without = {"new_group", "symmetric_empty"}
     if library().name == "openmpi":
         without |= {"all_reduce large", "all_gather"}
-    names = [name for name in interrupt_jobs.OPERATIONS if name not in without]
+    names = [name for name in interrupt_jobs.ON_HOSTS if name not in without]
     test_interrupts.run(size, "", names, start=partial(MpiJob, backend="mpi", warm_up=True), share=12)
 
 

@@ -21,8 +21,11 @@ import dis
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
+
+from unicoll.net.excepthook import PACKAGES
 
 _MOST = 2
 _TESTS = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -44,14 +47,16 @@ class Points:
 
     Args:
         at: where to raise; None nowhere.
+        outside: more directories whose frames are left out, as those of tests.
 
     Attributes:
         seen: the points, in order.
         raised: True once the exception was raised.
     """
 
-    def __init__(self, at: Point | None = None) -> None:
+    def __init__(self, at: Point | None = None, outside: Sequence[str] = ()) -> None:
         self.at = at
+        self._outside = (_TESTS, *outside)
         self.seen: list[Point] = []
         self.raised = False
         self._counts: Counter[tuple[Any, ...]] = Counter()
@@ -75,19 +80,32 @@ class Points:
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            if not _is_test(frame) and not _is_test(frame.f_back):
+            if not self._is_outside(frame) and not self._is_outside(frame.f_back):
                 self._come(frame, event, frame.f_code.co_firstlineno)
-        elif event == "c_return" and not _is_test(frame):
+        elif event == "c_return" and not self._is_outside(frame):
             self._come(frame, event, frame.f_lasti)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "call":
             frame.f_trace_opcodes, frame.f_trace_lines = not _BY_LINES, _BY_LINES
-        elif _is_test(frame):
+        elif self._is_outside(frame):
             pass
         elif event == "line" or (event == "opcode" and frame.f_lasti in self._jumps_of(frame.f_code)):
             self._come(frame, event, frame.f_lineno if _BY_LINES else frame.f_lasti)
         return self._trace
+
+    def is_within(self, innermost: FrameType | None) -> bool:
+        """True if an exception that is raised in a frame comes in the middle of a call of the library."""
+        frame = innermost
+        while frame is not None and not self._is_outside(frame):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in PACKAGES:
+                begins = frame is innermost and frame.f_lineno == frame.f_code.co_firstlineno
+                return not (begins and self._is_outside(frame.f_back))
+            frame = frame.f_back
+        return False
+
+    def _is_outside(self, frame: FrameType | None) -> bool:
+        return frame is None or frame.f_code.co_filename.startswith(self._outside)
 
     def _jumps_of(self, code: CodeType) -> frozenset[int]:
         """The offsets of the instructions at which a loop goes back."""
@@ -113,10 +131,6 @@ class Points:
             self.raised = True
             self.at = None
             raise Interrupt(describe(point))
-
-
-def _is_test(frame: FrameType | None) -> bool:
-    return frame is None or frame.f_code.co_filename.startswith(_TESTS)
 
 
 def describe(point: Point) -> str:

@@ -117,7 +117,9 @@ def is_awaited() -> bool:
 
     They call the same methods of the group as ``isend`` and ``irecv``; from 2.13 on, they call these functions.
     """
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(
+        3
+    )  # of the caller of the method that calls this, and of its guard
     for _ in range(3):  # isend, its exception logger, send
         if frame is None or frame.f_code in _BLOCKING_P2P:
             break
@@ -174,8 +176,13 @@ def dispatch(cls: type[Any]) -> None:
     def barrier(torchs: Any) -> Any:
         def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
             pg = c10d.GroupMember.WORLD if group is None else group
-            call = pg.monitored_barrier if isinstance(pg, cls) else functools.partial(torchs, group)
-            call(timeout, wait_all_ranks=wait_all_ranks)
+            try:
+                call = pg.monitored_barrier if isinstance(pg, cls) else functools.partial(torchs, group)
+                call(timeout, wait_all_ranks=wait_all_ranks)
+            except BaseException as error:
+                if isinstance(pg, cls):
+                    pg.interrupted(error)
+                raise
 
         return monitored_barrier
 
@@ -183,8 +190,13 @@ def dispatch(cls: type[Any]) -> None:
         def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
             c10d._check_p2p_op_list(p2p_op_list)
             group = p2p_op_list[0].group or c10d.GroupMember.WORLD
-            start = group.batch_isend_irecv if isinstance(group, cls) else torchs
-            return start(p2p_op_list)  # type: ignore[no-any-return]
+            try:
+                start = group.batch_isend_irecv if isinstance(group, cls) else torchs
+                return start(p2p_op_list)  # type: ignore[no-any-return]
+            except BaseException as error:
+                if isinstance(group, cls):
+                    group.interrupted(error)
+                raise
 
         return batch_isend_irecv
 

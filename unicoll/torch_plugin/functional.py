@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from unicoll.api.world import interrupted
+
 _library: Any = None
 
 
@@ -27,6 +29,10 @@ def _all_gather_into_tensor_out(input: Any, group_size: int, group_name: Any, *,
     named = isinstance(group_name, str)
     group = c10d._resolve_process_group(group_name) if named else group_name
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
-    work = gather(out, input, c10d.AllgatherOptions())
-    torch._C._distributed_c10d._register_work(out, work)
-    return out
+    try:
+        work = gather(out, input, c10d.AllgatherOptions())
+        torch._C._distributed_c10d._register_work(out, work)
+        return out
+    except BaseException as error:
+        interrupted(group, error)
+        raise

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 
+from unicoll.backend.interrupts import mark_changed
 from unicoll.backend.work import Work as Handle
 from unicoll.bootstrap.join import choose
 from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.net.timeouts import Timeout, to_seconds
+from unicoll.torch_autoload import caller
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.compat import OLD_NAMES, is_awaited, is_profiling, requested_group, timeout_or_none
 from unicoll.torch_plugin.error_messages import adapt_for_torch, raise_monitored
@@ -32,6 +35,28 @@ _LABEL = "unicoll:"
 """Prefix of operation names in profiles: ``unicoll:all_reduce``."""
 Message = tuple[bool, Any, int | None, int]
 """(True for a send, tensor, peer's rank in the group or None for any, tag)."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _guarded(method: Method) -> Method:
+    """A method of torch's process group that fails the group if an exception ends it that is not the library's.
+
+    unicoll's own methods do that, too, but a signal's handler may raise before or after them.
+    """
+
+    @functools.wraps(method)
+    def call(self: TorchProcessGroup, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except BaseException as error:
+            self.interrupted(error)
+            raise
+
+    guarded: Any = call
+    guarded.__code__ = guarded.__code__.replace(co_name=method.__name__)  # the name in the error
+    return guarded  # type: ignore[no-any-return]
 
 
 class Coalescing(NamedTuple):
@@ -71,7 +96,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _set_group(self, job: TorchJob, group: ProcessGroup) -> None:
         self.job = job
         self.unicoll = group
-        self._works = WorkRegistry()
+        self._works = WorkRegistry(group)
         self._coalescing: Coalescing | None = None
         self._pool = TensorPool(group)
         self._tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
@@ -97,6 +122,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._names[1] = desc
 
     @property
+    @_guarded  # functions for objects read it first
     def _device_types(self) -> list[torch.device]:
         return [torch.device(choice.device) for choice in self.unicoll.choices]
 
@@ -135,6 +161,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         kind: str = torch.device(device).type
         return kind == "cpu"
 
+    @_guarded
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialized tensor of ``size`` elements in symmetric memory of the CPU; all members call this."""
         if not self.supports_tensor_alloc(device):
@@ -145,12 +172,19 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # --- operations ----------------------------------------------------------------------------------------------
 
+    def interrupted(self, error: BaseException) -> None:
+        """Fail the group on all members if ``error``, which ends a method, leaves its state unknown."""
+        group: ProcessGroup | None = self.__dict__.get("unicoll")  # a ReconfigurableGroup may have none
+        if group is not None:
+            group.interrupted(error)
+
     def _register(self, handle: Handle, outputs: Sequence[Any]) -> TorchWork:
         work = self._works.add(handle, outputs)
         if self._coalescing is not None:
             self._coalescing.works.append(work)
         return work
 
+    @_guarded
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose timeout error names the missing ranks; the group is unusable after it."""
         seconds = to_seconds(self._timeout if timeout is None else timeout)
@@ -163,19 +197,23 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         except DistError as error:
             raise_monitored(self.unicoll, error, seconds, wait_all_ranks)
 
+    @_guarded
     def send(self, tensors: Sequence[Any], peer: int, tag: int) -> TorchWork | CompletedWork | None:
         if self._coalescing is None and is_awaited() and not is_profiling():
             return self._blocking_message(self.unicoll.send, tensors, peer, tag)
         return self._message("send", (True, one(tensors), peer, tag))
 
+    @_guarded
     def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> TorchWork | CompletedWork | None:
         if self._coalescing is None and is_awaited() and not is_profiling():
             return self._blocking_message(self.unicoll.recv, tensors, peer, tag)
         return self._message("recv", (False, one(tensors), peer, tag))
 
+    @_guarded
     def recv_anysource(self, tensors: Sequence[Any], tag: int) -> TorchWork | None:
         return self._message("recv", (False, one(tensors), None, tag))
 
+    @_guarded
     def batch_isend_irecv(self, ops: Sequence[Any]) -> list[TorchWork]:
         """Start torch's ``P2POp`` operations together, so that none waits for another; returns one work each."""
         messages = []
@@ -194,6 +232,10 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         except DistError as error:
             adapt_for_torch(error)
             raise error
+        except BaseException as error:
+            if caller("recv_object_list") is not None:  # it may have received the sizes before
+                mark_changed(error)
+            raise
         return DONE
 
     def _tag(self, tensor: Any, tag: int) -> int:
@@ -218,11 +260,13 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 raise error
         return [self._works.add(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)]
 
+    @_guarded
     def _start_coalescing(self, device: torch.device) -> None:
         if self._coalescing is not None:
             raise DistArgumentError("this group is already coalescing operations")
         self._coalescing = Coalescing([], [])
 
+    @_guarded
     def _end_coalescing(self, device: torch.device) -> Any:
         if self._coalescing is None:
             return DONE
@@ -230,6 +274,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         works += self._start_messages("batch_isend_irecv", messages)
         return CoalescedWork(works) if works else DONE
 
+    @_guarded
     def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Gather every rank's ``input`` into one contiguous tensor of ``size * input.numel()`` elements on the root.
 
@@ -249,6 +294,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # --- split and shutdown ----------------------------------------------------------------------------
 
+    @_guarded
     def split_group(
         self,
         ranks: Sequence[int],
@@ -295,6 +341,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def perform_nocolor_split(self, device: Any = None) -> None:
         """Does nothing: see :meth:`skip_split` and :meth:`split_group`."""
 
+    @_guarded
     def skip_split(self) -> None:
         """Take part in the split for the current ``new_group`` call if this process is not in the new group."""
         group = requested_group()
@@ -362,25 +409,29 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
     label = _LABEL + unicoll_method
 
     def run(self: TorchProcessGroup, *arguments: Any, opts: Any = None) -> Any:
-        if len(arguments) > arity:
-            opts = arguments[arity]
-            arguments = arguments[:arity]
-        elif opts is None:
-            opts = default()
-        grad_enabled = torch.is_grad_enabled()
-        if grad_enabled:  # as with torch's backends, outputs may be tensors that require grad
-            _set_grad_enabled(False)
         try:
-            if is_profiling():
-                with record_function(label):
-                    return start(self, arguments, opts)
-            return start(self, arguments, opts)
+            if len(arguments) > arity:
+                opts = arguments[arity]
+                arguments = arguments[:arity]
+            elif opts is None:
+                opts = default()
+            grad_enabled = torch.is_grad_enabled()
+            try:
+                if grad_enabled:  # as with torch's backends, outputs may be tensors that require grad
+                    _set_grad_enabled(False)
+                if is_profiling():
+                    with record_function(label):
+                        return start(self, arguments, opts)
+                return start(self, arguments, opts)
+            finally:
+                if grad_enabled:
+                    _set_grad_enabled(True)
         except DistError as error:
             adapt_for_torch(error)
             raise error
-        finally:
-            if grad_enabled:
-                _set_grad_enabled(True)
+        except BaseException as error:
+            self.interrupted(error)
+            raise
 
     def start(self: TorchProcessGroup, arguments: tuple[Any, ...], opts: Any) -> Any:
         method = getattr(self.unicoll, unicoll_method)
@@ -392,6 +443,7 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
         return DONE
 
     run.__name__ = name
+    run.__code__ = run.__code__.replace(co_name=name)
     run.__doc__ = f"unicoll's {unicoll_method} with torch's arguments."
     return run
 
@@ -401,16 +453,19 @@ _dense_allreduce = _method("allreduce", ROWS["allreduce"])
 
 def _allreduce(self: TorchProcessGroup, tensors: Any, opts: Any = None) -> Any:
     """unicoll's all_reduce with torch's arguments; that of a sparse tensor is complete on return."""
-    tensor, opts = one(tensors), opts or c10d.AllreduceOptions()
-    if tensor.layout is torch.strided:
-        return _dense_allreduce(self, tensors, opts)
-    timeout = timeout_or_none(opts.timeout) or self._timeout
     try:
+        tensor, opts = one(tensors), opts or c10d.AllreduceOptions()
+        if tensor.layout is torch.strided:
+            return _dense_allreduce(self, tensors, opts)
+        timeout = timeout_or_none(opts.timeout) or self._timeout
         sparse_all_reduce(self.unicoll, tensor, reduction(opts.reduceOp), timeout)
+        return self._works.add(ReleasedHandle(), [tensor])
     except DistError as error:
         adapt_for_torch(error)
         raise error
-    return self._works.add(ReleasedHandle(), [tensor])
+    except BaseException as error:
+        self.interrupted(error)
+        raise
 
 
 for _name, _row in ROWS.items():

@@ -17,6 +17,7 @@ from unicoll.arrays.types import default_pg_timeout
 from unicoll.bootstrap.join import join, leave
 from unicoll.errors import DistArgumentError, DistError, NotInitializedError
 from unicoll.group.call_hooks import Hook, add_to_job
+from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin.compat import RequestedGroup
 from unicoll.torch_plugin.error_messages import adapt_for_torch
 from unicoll.torch_plugin.group import TorchProcessGroup
@@ -139,11 +140,11 @@ class ReconfigurableGroup(TorchProcessGroup):
     def _join(self, name: str, rank: int, size: int, limit: float) -> None:
         location = TorchStoreLocation(self._store)
         joined = join(self.backend_spec, None, rank, size, location, self._limit, limit, name)
-        job = TorchJob(joined)
-        is_default = not world.is_initialized()
-        group_name = init.DEFAULT_NAME if is_default else self.getGroupName()
-        options, device = self._settings
         try:
+            job = TorchJob(joined)
+            is_default = not world.is_initialized()
+            group_name = init.DEFAULT_NAME if is_default else self.getGroupName()
+            options, device = self._settings
             group = job.make(
                 group_name,
                 job.ranks,
@@ -153,20 +154,24 @@ class ReconfigurableGroup(TorchProcessGroup):
                 options,
                 device,
             )
-        except BaseException as error:
+            for hook in self._hooks:
+                add_to_job(joined, hook)
+            self._set_group(job, group)
+            self._rank, self._size = rank, size
+            self._reconfigured += 1
+            if self in c10d._world.pg_group_ranks:
+                c10d._world.pg_group_ranks[self] = {each: each for each in range(size)}
+            if is_default:
+                joined.default = group
+                init.enter(joined)
+        except BaseException as error:  # also of a signal's handler: the other members have joined
+            self.__dict__.pop("job", None)
+            made: ProcessGroup | None = self.__dict__.pop("unicoll", None)
+            if made is not None:
+                made.wrapper = None
             leave(joined, error)
             joined.error = None  # its traceback has frames that have the job
             raise
-        for hook in self._hooks:
-            add_to_job(joined, hook)
-        self._set_group(job, group)
-        self._rank, self._size = rank, size
-        self._reconfigured += 1
-        if self in c10d._world.pg_group_ranks:
-            c10d._world.pg_group_ranks[self] = {each: each for each in range(size)}
-        if is_default:
-            joined.default = group
-            init.enter(joined)
 
     def _has_members(self) -> bool:
         return "unicoll" in self.__dict__
@@ -174,11 +179,20 @@ class ReconfigurableGroup(TorchProcessGroup):
     def _leave(self, call: str) -> None:
         if self._has_members():
             job, group = self.job, self.unicoll
-            del self.job, self.unicoll
-            group.wrapper = None
-            self._works.clear()
-            self._hooks = job.joined.hooks
-            job.end(group, f"rank {self._rank} calls {call}()")
+            groups, reason = job.joined.groups, f"rank {self._rank} calls {call}()"
+            try:
+                group.wrapper = None
+                self._works.clear()
+                self._hooks = job.joined.hooks
+                job.end(group, reason)
+            except BaseException:  # of a signal's handler: the rest is still ended
+                group.wrapper = None
+                if group not in groups:
+                    groups.append(group)
+                job.end(group, reason)
+                raise
+            finally:
+                del self.job, self.unicoll
 
     def abort(self) -> None:
         """Make all pending operations raise, on all ranks. The group has no members until the next reconfiguration."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from unicoll.backend.futures import torch_future
 from unicoll.backend.work import Completion
 from unicoll.backend.work import Work as Handle
 from unicoll.errors import DistError
+from unicoll.group.process_group import ProcessGroup
 from unicoll.net.timeouts import Timeout, to_seconds
 from unicoll.torch_plugin.error_messages import adapt_for_torch
 
@@ -38,13 +41,19 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         self.released = False
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the operation (on CUDA the current stream does); raises its error."""
+        """Wait for the operation (on CUDA the current stream does); raises its error.
+
+        The caller can wait again after an exception of a signal's handler. If torch's code waits, the group fails.
+        """
         try:
             self._handle.wait(timeout)
+            self._registry.waited(self._key)
         except DistError as error:
             adapt_for_torch(error)
             raise error
-        self._registry.waited(self._key)
+        except BaseException as error:
+            self._registry.interrupted(error)
+            raise
         return True
 
     def synchronize(self) -> None:
@@ -80,8 +89,12 @@ class TorchWork(dist.Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         """A ``torch.futures.Future`` of the output tensors or the operation's error; the same one for every call."""
-        if self._future is None:
-            self._future = torch_future(torch, self._handle, self._outputs)
+        try:
+            if self._future is None:
+                self._future = torch_future(torch, self._handle, self._outputs)
+        except BaseException as error:
+            self._registry.interrupted(error)
+            raise
         return self._future
 
 
@@ -170,7 +183,8 @@ class WorkRegistry:
 
     MIN_COMPLETE, MAX_RELEASED, BATCH = 16, 4096, 4
 
-    def __init__(self) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # a program may keep a work for longer
         self._keys = count()
         self._held: dict[int, TorchWork] = {}
         self._waited: deque[int] = deque()
@@ -187,6 +201,18 @@ class WorkRegistry:
 
     def waited(self, key: int) -> None:
         self._waited.append(key)
+
+    def interrupted(self, error: BaseException) -> None:
+        """Fail the group if ``error`` ends a wait of torch's code, which has no second one.
+
+        A functional collective would return tensors that are not complete, and DDP leave out the rest of its buckets.
+        """
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and _module(frame).startswith("unicoll.torch_plugin."):
+            frame = frame.f_back
+        by_torch = frame is not None and _module(frame).partition(".")[0] == "torch"
+        if by_torch and (group := self._group()) is not None:
+            group.interrupted(error)
 
     def _prune(self) -> None:
         """Check a few works: checking all, or a callback for each, would cost more than the operations."""
@@ -227,6 +253,10 @@ class WorkRegistry:
         self._waited.clear()
         self._posted.clear()
         self._released.clear()
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def _own_references() -> int:
