@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -38,21 +39,50 @@ def _value(rank: int, k: int) -> float:
     return 1000.0 * k + rank
 
 
+class Arrays:
+    """The arrays of the calls: NumPy's. Those of a device are a subclass."""
+
+    full: Callable[[int | tuple[int, int], float], Any] = staticmethod(np.full)
+    """Makes an array."""
+
+    def values(self, x: Any) -> Any:
+        """The elements of an array."""
+        return x
+
+    def check(self, group: Any, check: Callable[[], None]) -> str:
+        """Check the result of a call; returns the type of an error that the group has by then."""
+        check()
+        return ""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """What a trial is in."""
+        return nullcontext()
+
+
+ARRAYS = Arrays()
+
+
 def _equals(x: Any, value: float) -> Callable[[], None]:
     def check() -> None:
-        assert (x == value).all(), f"{np.unique(x)[:4]} in place of {value}"
+        found = ARRAYS.values(x)
+        assert (found == value).all(), f"{np.unique(found)[:4]} in place of {value}"
 
     return check
 
 
-def all_reduce(count: int, async_op: bool = False) -> Operation:
+def all_reduce(count: int, async_op: bool = False, strided: bool = False) -> Operation:
     def step(group: Any, k: int) -> Step:
-        x = np.full(count, _value(me(group), k))
+        x = ARRAYS.full((3, count) if strided else count, _value(me(group), k))
+        if strided:
+            x = x.T
 
         def call() -> None:
             work = dist.all_reduce(x, group=group, async_op=async_op)
             if work is not None:
-                work.wait()
+                try:
+                    work.wait()
+                except Interrupt:
+                    work.wait()
 
         return call, _equals(x, sum(_value(r, k) for r in range(group.size())))
 
@@ -62,7 +92,7 @@ def all_reduce(count: int, async_op: bool = False) -> Operation:
 def all_gather(group: Any, k: int) -> Step:
     """Of uneven sizes."""
     sizes = [10 + 70_000 * r for r in range(group.size())]
-    x, found = np.full(sizes[me(group)], _value(me(group), k)), [np.zeros(size) for size in sizes]
+    x, found = ARRAYS.full(sizes[me(group)], _value(me(group), k)), [ARRAYS.full(size, 0.0) for size in sizes]
 
     def check() -> None:
         for rank, each in enumerate(found):
@@ -96,13 +126,13 @@ def send(count: int, sender: int, posted: bool = False) -> Operation:
     def step(group: Any, k: int) -> Step | None:
         receiver = (sender + 1) % 2
         if me(group) == sender:
-            x = np.full(count, float(k))
+            x = ARRAYS.full(count, float(k))
             if posted:
                 return lambda: must(dist.isend(x, receiver, group=group)).wait(), _nothing
             return lambda: dist.send(x, receiver, group=group), _nothing
         if me(group) != receiver:
             return None
-        y = np.zeros(count)
+        y = ARRAYS.full(count, 0.0)
         received = arrays.setdefault(group, [])
 
         def call() -> None:
@@ -117,9 +147,10 @@ def send(count: int, sender: int, posted: bool = False) -> Operation:
         def check() -> None:
             """No message is lost, also none that an interrupted wait was for; an interrupted receive consumed none."""
             while received:
-                work, each = received.pop(0)
+                work, array = received.pop(0)
                 if work is not None:
                     work.wait()
+                each = ARRAYS.values(array)
                 expected = last.get(group, -1) + 1
                 assert (each == each[0]).all(), f"a mixture of messages: {np.unique(each)[:4]}"
                 assert each[0] == expected, f"message {each[0]:g} in place of {expected}"
@@ -154,7 +185,7 @@ def received_objects() -> Operation:
 def batch(group: Any, k: int) -> Step:
     """Messages in a ring, to the next rank from the one before."""
     rank, size = me(group), group.size()
-    x, y = np.full(5, _value(rank, k)), np.zeros(5)
+    x, y = ARRAYS.full(5, _value(rank, k)), ARRAYS.full(5, 0.0)
     before = (rank - 1) % size
 
     messages = [
@@ -173,6 +204,8 @@ OPERATIONS: dict[str, Operation] = {
     "all_reduce": all_reduce(SMALL),
     "all_reduce large": all_reduce(LARGE),
     "all_reduce async": all_reduce(SMALL, True),
+    "all_reduce strided": all_reduce(5, strided=True),
+    "all_reduce strided async": all_reduce(5, True, True),
     "all_gather": all_gather,
     "all_gather_object": objects,
     "barrier": barrier,
@@ -188,7 +221,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def _do(step: Step | None) -> str:
+def _do(group: Any, step: Step | None) -> str:
     """Make a call and check its result; returns the type of the error that it raises."""
     if step is None:
         return ""
@@ -196,11 +229,10 @@ def _do(step: Step | None) -> str:
         step[0]()
     except dist.DistError as e:
         return type(e).__name__
-    step[1]()
-    return ""
+    return ARRAYS.check(group, step[1])
 
 
-def _interrupted(step: Step | None, point: Point | None) -> tuple[str, Points]:
+def _interrupted(group: Any, step: Step | None, point: Point | None) -> tuple[str, Points]:
     """Make a call with an exception at a point."""
     points = Points(point)
     if step is None:
@@ -212,8 +244,7 @@ def _interrupted(step: Step | None, point: Point | None) -> tuple[str, Points]:
         return "Interrupt", points
     except dist.DistError as e:
         return type(e).__name__, points
-    step[1]()
-    return "", points
+    return ARRAYS.check(group, step[1]), points
 
 
 def _trial(name: str, point: Point | None, goes_on: bool, warm: bool) -> tuple[Points | None, str]:
@@ -223,21 +254,22 @@ def _trial(name: str, point: Point | None, goes_on: bool, warm: bool) -> tuple[P
     began = time.monotonic()
     results = []
     try:
-        if warm:
-            results.append(_do(operation(group, 0)))
-        if me(group) == VICTIM:
-            result, points = _interrupted(operation(group, int(warm)), point)
-            results.append(result)
-        for k in range(int(warm) + (me(group) == VICTIM), int(warm) + 1 + _CALLS):
-            if me(group) == VICTIM and result == "Interrupt" and not goes_on:
-                break
-            results.append(_do(operation(group, k)))
+        with ARRAYS.current():
+            if warm:
+                results.append(_do(group, operation(group, 0)))
+            if me(group) == VICTIM:
+                result, points = _interrupted(group, operation(group, int(warm)), point)
+                results.append(result)
+            for k in range(int(warm) + (me(group) == VICTIM), int(warm) + 1 + _CALLS):
+                if me(group) == VICTIM and result == "Interrupt" and not goes_on:
+                    break
+                results.append(_do(group, operation(group, k)))
+            results.append(_do(group, (lambda: dist.destroy_process_group(group), _nothing)))
     except BaseException as e:
         wrong = f"{type(e).__name__}: {e}"
     took = time.monotonic() - began
     if took > _SLOW_S:
         wrong += f" took {took:.1f} s"
-    dist.destroy_process_group(group)
     return points, wrong and f"{wrong} {results}"
 
 
