@@ -118,7 +118,8 @@ def test_the_rank_goes_on(start: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("start", list(_STARTS))
 def test_the_rank_leaves_the_group(start: str) -> None:
-    run(start, OPERATIONS, goes_on=False)
+    """An interrupted wait() does not fail the group: after those of messages the other rank waits until its timeout."""
+    run(start, [name for name in OPERATIONS if not name.startswith(("i", "batch"))], goes_on=False)
 
 
 @pytest.mark.parametrize("start", list(_STARTS))
