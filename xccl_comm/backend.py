@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from unicoll.device_collectives.group_resources import GroupResources
 from unicoll.device_collectives.in_flight import PendingWork
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.device_collectives.stream_completion import StreamCompletion
+from unicoll.net.interrupts import Flag
 from xccl_comm.host_runtime import HostRuntime, HostStream
 from xccl_comm.library import locate
 from xccl_comm.library.host_calls import HostOneCCL
@@ -53,7 +53,7 @@ class XCCLBackend(DeviceBackend):
         return devices.runtime("xpu")
 
     def __init__(self, context: Context, parent: DeviceBackend | None = None, connect: bool = True) -> None:
-        self._issuing: HostStream | None = None
+        self._issuing = HostStream(f"unicoll-xccl-{context.name}")
         super().__init__(context, parent, connect)
 
     def run(self, call: Call) -> PendingWork | None:
@@ -67,29 +67,29 @@ class XCCLBackend(DeviceBackend):
 
     def _issue(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> None:
         """On a thread of the group: a call of oneCCL may wait for a rank that is gone, and nothing ends it."""
-        if self._issuing is None:
-            self._issuing = HostStream(f"unicoll-xccl-{self.context.name}")
         issue = super()._issue
-        issued: Future[None] = Future()
+        errors: list[BaseException] = []
+        issued = Flag()
 
         def run() -> bool:
             try:
                 self.runtime.set_device(resources.device)
                 issue(calls, resources, stream)
-                issued.set_result(None)
             except BaseException as e:  # raised on the waiting thread
-                issued.set_exception(e)
+                errors.append(e)
+            finally:
+                issued.set()
             return True
 
         self._issuing.put(run)
-        while not wait((issued,), _CHECK_S).done:
+        while not issued.wait(_CHECK_S):
             self._state.check()  # the watchdog sets the error at the deadline
-        issued.result()
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         super().close()
-        if self._issuing is not None:
-            self._issuing.close()
+        self._issuing.close()
 
 
 class HostXCCLBackend(DeviceBackend):

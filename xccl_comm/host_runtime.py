@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import os
 import platform
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from unicoll.arrays.device_runtime import PER_THREAD_STREAM, DeviceFacts, DeviceRuntime
+from unicoll.net.interrupts import Changes, LazyThread
 
 HOST_STREAM = 0
 """Handle of the order in which a thread of the program uses the arrays: what it has begun is done."""
@@ -35,12 +37,12 @@ class HostStream:
         self._pending = 0
         self._lock = threading.Lock()
         self._functions: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._thread = LazyThread(name)
 
     def put(self, function: Callable[[], bool]) -> None:
         """Have a function run after those before it; it returns False if it has failed."""
         with self._lock:
+            self._thread.start(self._work)
             self._pending += 1
         self._functions.put(function)
 
@@ -69,17 +71,16 @@ class _Event:
     def __init__(self) -> None:
         self.recorded = self.completed = 0
         self.at = 0.0
-        self.changed = threading.Condition()
+        self._changes = Changes()
 
     def complete(self, number: int) -> bool:
-        with self.changed:
+        with self._changes.lock:
             self.completed, self.at = max(self.completed, number), time.perf_counter()
-            self.changed.notify_all()
+        self._changes.notify_all()
         return True
 
     def wait(self, number: int) -> bool:
-        with self.changed:
-            self.changed.wait_for(lambda: self.completed >= number)
+        self._changes.wait_for(lambda: self.completed >= number, math.inf)
         return True
 
 

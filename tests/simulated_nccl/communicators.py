@@ -13,7 +13,7 @@ from tests.simulated_nccl.graphs import Graph
 from tests.simulated_nccl.memory import Memory
 from tests.simulated_nccl.network import Address, Channel, Network
 from tests.simulated_nccl.reductions import Signature
-from tests.simulated_nccl.streams import LATER, Op, Range, Scheduler, Stream
+from tests.simulated_nccl.streams import LATER, Clock, Op, Range, Scheduler, Stream, merge
 from unicoll.device_collectives.interface import SUCCESS, Config
 
 __all__ = ["Communicator", "Machine", "Result", "Task"]
@@ -114,6 +114,7 @@ class Communicator:
         self._channel: Channel | None = None
         self._stopped = 0
         self._last: Op | None = None
+        self._launched: Clock = {}
         self._last_captured: Op | None = None
         self._kernels = 0
         self._running: dict[int, _Kernel] = {}
@@ -238,6 +239,8 @@ class Communicator:
         """Block the host until its kernels have left the streams; stopped ones do so behind what is before them."""
         for op in self.unfinished():
             self.machine.scheduler.wait_for(op, f"{op}", call)
+        with self.machine.scheduler.lock:
+            merge(self.machine.scheduler.host_clock, self._launched)
 
     def await_graphs(self) -> None:
         """Block the host until no graph has kernels of the communicator."""
@@ -341,9 +344,9 @@ class Communicator:
         """Block the host until the communicator is ready or stopped; the result code."""
         stopped = self._stopped
         with self.machine.scheduler.changed:
-            while self.busy and self.error == SUCCESS and self._stopped == stopped:
+            while self.busy and self.error == SUCCESS and self._stopped == stopped and not self._left:
                 self.machine.scheduler.changed.wait()
-            return self.error if self._stopped == stopped else Result.INTERNAL_ERROR
+            return self.error if self._stopped == stopped and not self._left else Result.INTERNAL_ERROR
 
     # --- kernels ---
 
@@ -366,6 +369,7 @@ class Communicator:
         """Note the last kernel put on a stream, or captured."""
         if op.capture is None:
             self._last = op
+            merge(self._launched, op.clock)
         else:
             self._last_captured = op
 

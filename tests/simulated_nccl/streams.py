@@ -25,7 +25,7 @@ from unicoll.arrays.device_runtime import DeviceError
 if TYPE_CHECKING:
     from tests.simulated_nccl.graphs import Capture
 
-__all__ = ["LATER", "Blocked", "Op", "Scheduler", "Stream"]
+__all__ = ["LATER", "Blocked", "Clock", "Op", "Scheduler", "Stream"]
 
 LATER = object()
 """Returned by the body of an operation that is not done yet; :meth:`Scheduler.finish` is called later."""

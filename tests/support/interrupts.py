@@ -29,6 +29,8 @@ from unicoll.net.excepthook import PACKAGES
 
 _MOST = 2
 _TESTS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_SIMULATED = os.path.join(_TESTS, "simulated_nccl") + os.sep
+"""Functions that are C functions in a real program, with all that they call."""
 _BY_LINES = sys.version_info < (3, 11)
 
 Point = tuple[str, int, str, int, str, int]
@@ -43,7 +45,7 @@ class Points:
     """Sees the points of the calls in a ``with`` block, and raises :class:`Interrupt` at one of them.
 
     Frames of tests, and the beginning of the functions that they call, are left out: an exception there comes before or
-    after the call.
+    after the call. The functions of the simulated device and its library are as C functions.
 
     Args:
         at: where to raise; None nowhere.
@@ -84,6 +86,9 @@ class Points:
                 self._come(frame, event, frame.f_code.co_firstlineno)
         elif event == "c_return" and not self._is_outside(frame):
             self._come(frame, event, frame.f_lasti)
+        elif event == "return" and _is_simulated(frame) and not self._is_outside(caller := frame.f_back):
+            assert caller is not None
+            self._come(caller, "c_return", caller.f_lasti)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "call":
@@ -119,6 +124,8 @@ class Points:
         return found
 
     def _come(self, frame: FrameType, event: str, where: int) -> None:
+        if _is_in_simulated(frame):
+            return
         code = frame.f_code
         place = code.co_filename, code.co_firstlineno, code.co_name, where, event
         self._counts[place] += 1
@@ -131,6 +138,16 @@ class Points:
             self.raised = True
             self.at = None
             raise Interrupt(describe(point))
+
+
+def _is_simulated(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_SIMULATED)
+
+
+def _is_in_simulated(frame: FrameType | None) -> bool:
+    while frame is not None and not _is_simulated(frame):
+        frame = frame.f_back
+    return frame is not None
 
 
 def describe(point: Point) -> str:

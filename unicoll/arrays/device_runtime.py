@@ -185,8 +185,8 @@ def on_device(runtime: DeviceRuntime, device: int) -> Iterator[None]:
     if before == device:
         yield
         return
-    runtime.set_device(device)
     try:
+        runtime.set_device(device)
         yield
     finally:
         runtime.set_device(before)

@@ -196,7 +196,9 @@ class OpQueue:
                 self._execute(completion, execute)
         except BaseException as e:  # outside the calls, where a signal's handler may raise
             if mine and not completion.done():
-                self.abandon(self._fail(e))
+                error = self._fail(e)
+                self.abandon(error)
+                completion.finish(error)
             if not isinstance(e, Exception):
                 raise
         finally:

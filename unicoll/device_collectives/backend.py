@@ -149,9 +149,15 @@ class DeviceBackend(Backend):
     def _adopt(self, comm: Communicator) -> GroupResources:
         high_priority = self._options.high_priority is not False
         blocking = self._factory.config.blocking
-        resources = GroupResources(comm, self._state, high_priority, blocking, self.supervision.sweep_often)
+        try:
+            resources = GroupResources(
+                comm, self._state, high_priority, blocking, self.supervision.sweep_often
+            )
+            self.supervision.start(resources)
+        except BaseException:
+            comm.abort()
+            raise
         self.resources = resources
-        self.supervision.start(resources)
         logs.logger(self.context.backend).info(
             "group %r: %s, %s", self.context.name, describe(self.native), self._place(comm.device)
         )
@@ -258,11 +264,12 @@ class DeviceBackend(Backend):
         pending = None
         if captured:
             resources.in_flight.recorded = True
+            resources.in_flight.begun = ()
         else:
             pending = resources.in_flight.add(calls, stream, stream, False)
-            if self.runtime.frees_in_order:
-                pending.release()
         resources.streams.release_consumers(others, stream)
+        if pending is not None and self.runtime.frees_in_order:
+            pending.release()
         return pending
 
     def post(self, calls: Sequence[Call], stream: Any = None) -> StreamCompletion:
@@ -302,6 +309,7 @@ class DeviceBackend(Backend):
         # the options of a batch are those of its first call
         comm = resources.comm if first.options is None else resources.with_options(first.options)
         self._number(calls)
+        in_flight.begun = calls
         in_flight.issuing = first, time.monotonic() + first.timeout
         try:
             with resources.device_lock:

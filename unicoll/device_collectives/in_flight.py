@@ -181,6 +181,8 @@ class InFlight:
     Attributes:
         operations: in the order of posting; the watchdog alone removes those that have ended.
         issuing: the call with which a thread is in the library, and its deadline, or None.
+        begun: the calls that a thread is putting on a stream. An exception may end that before they are an operation:
+            their arrays are kept here then, since the device may use them.
         last: the last operation posted, or None.
         recorded: True if graphs have operations of the group.
     """
@@ -196,6 +198,7 @@ class InFlight:
     ) -> None:
         self.operations: deque[PendingWork] = deque()
         self.issuing: tuple[Call, float] | None = None
+        self.begun: tuple[Call, ...] = ()
         self.last: PendingWork | None = None
         self.recorded = False
         self.streams = streams
@@ -233,6 +236,7 @@ class InFlight:
             self.recorded = True
         else:  # the user keeps a graph's arrays, and its events cannot be queried
             self.operations.append(work)
+        self.begun = ()
         return work
 
     def retain(self, calls: tuple[Call, ...], stream: int) -> None:

@@ -22,6 +22,7 @@ have no options: hints have no effect there, and a required choice of algorithms
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from unicoll.backend import Call
 from unicoll.backend.options import CallOptions
@@ -46,19 +47,6 @@ def _reduction(c: AnyCommunicator, call: Call) -> tuple[NativeReduction, int]:
         # they are the same on one rank, where NCCL refuses the average of float8
         found = found._replace(op=SUM)
     return found, c.premul_op(call, found.type) if found.has_factor else found.op
-
-
-def _group(c: AnyCommunicator, calls: Iterable[Callable[[], int]]) -> int:
-    """Several calls as one group call; the first code that is not success."""
-    with c.group() as codes:
-        if not codes:
-            codes.extend(call() for call in calls)
-    return _first_failure(codes)
-
-
-def _first_failure(codes: list[int]) -> int:
-    """The first code of a group's calls that is not success, else the group's own, which is the last."""
-    return next((code for code in codes[:-1] if code), codes[-1])
 
 
 # --- reductions ---------------------------------------------------------------------------------------------------
@@ -94,7 +82,7 @@ def _scale_on_one_rank(
             source.ptr + offset, out.ptr + offset, stop - start, reduction.type, *rest, c.handle, stream
         )
 
-    return _group(c, [part(0, first), *([part(first, count)] if first < count else [])])
+    return c.grouped([part(0, first), *([part(first, count)] if first < count else [])])
 
 
 def _all_reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
@@ -147,7 +135,7 @@ def _reduce_scatter(c: AnyCommunicator, call: Call, stream: int) -> int:
             source.ptr, target.ptr, count, reduction.type, op, root, c.handle, stream
         )
 
-    return _group(c, [part(root) for root in range(c.size) if call.inputs[root].count])
+    return c.grouped([part(root) for root in range(c.size) if call.inputs[root].count])
 
 
 # --- data movement ------------------------------------------------------------------------------------------------
@@ -175,7 +163,7 @@ def _all_gather(c: AnyCommunicator, call: Call, stream: int) -> int:
         send = source.ptr if root == c.rank else out.ptr
         return lambda: c.library.broadcast(send, out.ptr, out.nbytes, BYTES, root, c.handle, stream)
 
-    return _group(c, [part(root) for root in range(c.size) if call.outputs[root].count])
+    return c.grouped([part(root) for root in range(c.size) if call.outputs[root].count])
 
 
 def _exchange(
@@ -193,7 +181,7 @@ def _exchange(
     def recv(ptr: int, size: int, peer: int) -> Callable[[], int]:
         return lambda: n.recv(ptr, size, BYTES, peer, c.handle, stream)
 
-    return _group(c, [*(send(*m) for m in sends if m[1]), *(recv(*m) for m in receives if m[1])])
+    return c.grouped([*(send(*m) for m in sends if m[1]), *(recv(*m) for m in receives if m[1])])
 
 
 def _gather(c: AnyCommunicator, call: Call, stream: int) -> int:
@@ -274,11 +262,7 @@ OPERATIONS: dict[str, Operation] = {
 
 def batch(c: AnyCommunicator, calls: Iterable[Call], stream: int) -> int:
     """Several operations as one group call."""
-    with c.group() as codes:
-        if not codes:
-            for call in calls:
-                codes.append(OPERATIONS[call.op.name](c, call, stream))
-    return _first_failure(codes)
+    return c.grouped(partial(OPERATIONS[call.op.name], c, call, stream) for call in calls)
 
 
 def check_options(options: CallOptions, library: CollectiveLibrary) -> None:

@@ -64,11 +64,7 @@ class StreamCompletion(Completion):
             # the handle of the per-thread default stream means another stream on each thread
             same_stream = same_stream and stream == work.stream != PER_THREAD_STREAM
         if self._packed:
-            calls = self._calls
-            self._unpack()
-            if not same_stream:  # the copies may still run when the operation has ended
-                for current_stream in self._current_streams:
-                    self._in_flight.retain(calls, current_stream())
+            self._unpack(same_stream)
         if same_stream and self._in_flight.frees_in_order:
             work.release()  # later work on this stream, which may reuse the memory, runs after the operation
         if timeout is not None or self._blocking:
@@ -85,11 +81,19 @@ class StreamCompletion(Completion):
         if packed:
             self._in_flight.synchronize(self._current_streams[0]())
 
-    def _unpack(self) -> None:
+    def _unpack(self, same_stream: bool) -> None:
         """Copy packed results to the strided arrays, on the current stream, which waits for the operation."""
         calls, self._calls, self._packed = self._calls, (), False
-        for call in calls:
-            call.write_back()
+        try:
+            for call in calls:
+                call.write_back()
+        except BaseException:  # the next wait does it
+            self._calls, self._packed = calls, True
+            raise
+        finally:
+            if not same_stream:  # the copies may still run when the operation has ended
+                for current_stream in self._current_streams:
+                    self._in_flight.retain(calls, current_stream())
 
     def _block(self, timeout: float | None) -> None:
         work = self.work

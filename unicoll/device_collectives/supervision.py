@@ -27,9 +27,12 @@ from unicoll.errors import (
     RankLostError,
 )
 from unicoll.net import logs
+from unicoll.net.interrupts import Flag
 
 _WARNING_S = 20.0
 """How long :meth:`Supervision.close` waits for operations in flight before it logs a warning."""
+_abandoned: list[tuple[Call, ...]] = []
+"""Calls that a library could not stop: the device may use their arrays until the process ends."""
 
 
 class Supervision:
@@ -51,21 +54,18 @@ class Supervision:
         self._lock = lock
         self._log = logs.logger(context.backend)
         self._resources: GroupResources | None = None
-        self._aborted = threading.Event()  # set when a failed group has been stopped, or cannot fail any more
+        self._aborted = Flag()  # set when a failed group has been stopped, or cannot fail any more
         state.add_listener(self._start_abort)
-        self._abandoned: list[
-            tuple[Call, ...]
-        ] = []  # calls that the library could not stop: their arrays stay alive
         if context.job.control is not None:
             context.job.control.watch(context.name, context.backend, state.abort, self._report)
 
     def start(self, resources: GroupResources) -> None:
         """Supervise a group that has connected."""
-        self._resources = resources
         context = self._context
         self.watchdog = context.job.shared(
             f"{context.backend}-watchdog", partial(Watchdog, context.backend, resources.comm.runtime)
         )
+        self._resources = resources
         self.watchdog.watch(self)
 
     def sweep_often(self) -> None:
@@ -192,7 +192,9 @@ class Supervision:
         for work in operations:
             work.error = cause
         if not resources.comm.stop(self._lock):
-            self._abandoned.extend(work.calls for work in operations)
+            _abandoned.extend(work.calls for work in operations)
+            _abandoned.append(resources.in_flight.begun)
+        resources.in_flight.begun = ()
         for work in operations:
             work.finish(cause)
         self._aborted.set()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.net import logs
-from unicoll.net.interrupts import LazyThread
+from unicoll.net.interrupts import Changes, LazyThread
 
 _PERIOD_S = 0.1
 _PERIOD_WITH_CALLBACKS_S = 2e-4
@@ -38,10 +38,11 @@ class Watchdog:
         self._backend = backend
         self._runtime = runtime
         self._watched: list[_Watched] = []
-        self._lock = threading.Lock()
-        self._sweep_ended = threading.Condition(self._lock)
+        self._sweep_ended = Changes()
+        self._lock = self._sweep_ended.lock
         self._sweeping: _Watched | None = None
-        self._wake = threading.Event()
+        self._wake = threading.Lock()  # released when there is something to do
+        self._wake.acquire()
         self._closing = False
         self._thread = LazyThread(f"unicoll-{backend}-watchdog")
         self._dropped: SimpleQueue[list[Any] | None] = SimpleQueue()
@@ -56,15 +57,18 @@ class Watchdog:
 
     def unwatch(self, group: _Watched) -> None:
         """Stop sweeping a group; a sweep of it that is running has ended when this returns."""
-        with self._sweep_ended:
+        with self._lock:
             if group in self._watched:
                 self._watched.remove(group)
-            if threading.get_ident() != self._thread.ident:
-                self._sweep_ended.wait_for(lambda: self._sweeping is not group, _UNWATCH_S)
+        if threading.get_ident() != self._thread.ident:
+            self._sweep_ended.wait_for(lambda: self._sweeping is not group, _UNWATCH_S)
 
     def sweep_often(self) -> None:
         """Sweep at once, since a callback is pending."""
-        self._wake.set()
+        try:
+            self._wake.release()
+        except RuntimeError:  # it was released
+            pass
 
     def drop(self, references: list[Any]) -> None:
         """Clear a list of references to arrays on another thread: cudaFree waits for kernels, and one may never end."""
@@ -78,7 +82,7 @@ class Watchdog:
     def close(self) -> None:
         """End the threads; idempotent."""
         self._closing = True
-        self._wake.set()
+        self.sweep_often()
         self._dropped.put(None)
         for thread in (self._thread, self._dropper):
             thread.join(_CLOSE_S)
@@ -96,11 +100,10 @@ class Watchdog:
     def _serve(self) -> None:
         self._runtime.ignore_captures()
         while not self._closing:
-            self._wake.clear()
             if self._sweep_all():
                 time.sleep(_PERIOD_WITH_CALLBACKS_S)
             else:
-                self._wake.wait(_PERIOD_S)
+                self._wake.acquire(timeout=_PERIOD_S)
 
     def _sweep_all(self) -> bool:
         """Sweep each group, of which no reference is kept; True if callbacks are pending."""
@@ -122,6 +125,6 @@ class Watchdog:
             group.sweep_failed(e)
             return False
         finally:
-            with self._sweep_ended:
+            with self._lock:
                 self._sweeping = None
-                self._sweep_ended.notify_all()
+            self._sweep_ended.notify_all()

@@ -128,3 +128,25 @@ class Changes:
                 waiter.acquire(timeout=min(left, _RECHECK_S))
         finally:
             self._waiters.pop(waiter, None)
+
+
+class Flag:
+    """What ``threading.Event`` is, without its lock, which an exception may leave held."""
+
+    def __init__(self) -> None:
+        self._changes = Changes()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """True once it was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wake the threads that wait."""
+        with self._changes.lock:
+            self._is_set = True
+        self._changes.notify_all()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds; True if it is set."""
+        return self._is_set or self._changes.wait_for(self.is_set, timeout)

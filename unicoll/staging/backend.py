@@ -233,11 +233,15 @@ class Staged(Backend):
 
     def _release(self, slots: Sequence[_Slot], call: Call, device: int, error: BaseException | None) -> None:
         """Release what a call has used: at once if it succeeded, else when nothing uses it any more."""
+        streams = self._copier.streams(device)
         for slot in slots:
             events = (slot.loaded, slot.stored)
             if error is None:
                 self._copier.release(slot.memory, device, events)
             else:
+                # a signal's handler may have raised between a copy and the event behind it
+                self._copier.runtime.record(slot.loaded, streams.to_host)
+                self._copier.runtime.record(slot.stored, streams.to_device)
                 keeps = slot.in_backend and self._host.keeps(call) and not isinstance(error, HARMLESS)
                 buffers = (*call.inputs, *call.outputs)
                 self._copier.retain(() if keeps else slot.memory, buffers, device, events)
@@ -259,14 +263,22 @@ class _Unpacking(Completion):
     def wait(self, timeout: float | None) -> None:
         self._done.wait(timeout)
         if self._packed:
-            with self._lock:
-                packed, self._packed = self._packed, False
-            if packed:
-                for call in self._calls:
-                    call.write_back()
-                    for buffer in call.outputs:
-                        if buffer.unpack is not None:  # the copy may outlast the call
-                            self._copier.keep(buffer)
+            packed = False
+            try:
+                with self._lock:
+                    packed, self._packed = self._packed, False
+                if packed:
+                    self._unpack()
+            except BaseException:  # the next wait does it
+                self._packed = packed
+                raise
+
+    def _unpack(self) -> None:
+        for call in self._calls:
+            call.write_back()
+            for buffer in call.outputs:
+                if buffer.unpack is not None:  # the copy may outlast the call
+                    self._copier.keep(buffer)
 
     def exception(self) -> BaseException | None:
         return self._done.exception()

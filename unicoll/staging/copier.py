@@ -153,11 +153,13 @@ class HostCopier:
         c, event = self.runtime, self.event(device)
         with on_device(c, device):
             streams = self.streams(device)
-            self.enqueue(buffer, ((0, buffer.count),), pinned, streams, to_device)
-            c.record(event, streams.to_device if to_device else streams.to_host)
+            stream = streams.to_device if to_device else streams.to_host
             try:
+                self.enqueue(buffer, ((0, buffer.count),), pinned, streams, to_device)
+                c.record(event, stream)
                 self.wait(event, call, time.monotonic() + call.timeout)
             except BaseException:
+                c.record(event, stream)  # a signal's handler may have raised behind the copy
                 self.retain((pinned,), (buffer,), device, (event,))
                 raise
         self.release((), device, (event,))

@@ -9,13 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.device_memory import DeviceFlat
 from unicoll.arrays.device_runtime import on_device
 from unicoll.backend.call import Call, ProxyCall
+from unicoll.backend.group_state import TICK_S
 from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.interrupts import leaves_doubt
 from unicoll.backend.work import Completion, HostCompletion
 from unicoll.errors import CollectiveMismatchError, MessageMismatchError
 from unicoll.net.interrupts import LazyThread
@@ -141,13 +144,20 @@ class DeviceP2P:
             raise
 
     def _failed(self, made: Call, error: BaseException) -> None:
-        """Return the pinned memory of a failed call, unless the backend may still use it."""
-        if isinstance(error, HARMLESS) or not self._host.keeps(made):
+        """Return the pinned memory of a failed call, unless the backend may still use it, as after an interrupt."""
+        if isinstance(error, HARMLESS) or not (leaves_doubt(error) or self._host.keeps(made)):
             self._free(made)
+
+    def _post_host(self, made: Call) -> Completion:
+        try:
+            return self._host.post((made,))
+        except BaseException as e:
+            self._failed(made, e)
+            raise
 
     def _post_send(self, call: Call) -> Completion:
         made = self._outgoing(call)
-        done = self._host.post((made,))
+        done = self._post_host(made)
 
         def settle() -> None:
             error = done.exception()
@@ -163,6 +173,10 @@ class DeviceP2P:
         device = self._copier.begin(call)
         made = self._incoming(call, device, may_wait=False)
         completion = HostCompletion((call,))
+        # An interrupt may end the callback: then nothing delivers the message.
+        completion.before_wait = partial(
+            HostCompletion.wait_checking, check=self._host.state.check, seconds=TICK_S
+        )
 
         def deliver() -> None:
             try:
@@ -180,7 +194,7 @@ class DeviceP2P:
             self._failed(made, error)
             completion.finish(error)
 
-        done = self._host.post((made,))
+        done = self._post_host(made)
         done.add_done_callback(received)
         return completion
 

@@ -125,7 +125,7 @@ class HostOneCCL(OneCCL):
 
     def group_end(self) -> int:
         group = self._group
-        group.depth -= 1
+        group.depth = max(0, group.depth - 1)
         if group.depth == 0:
             calls, group.calls = group.calls, defaultdict(list)
             for (comm, stream), together in calls.items():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import TypeVar
 
@@ -27,6 +26,7 @@ from unicoll.device_collectives.interface import (
 from unicoll.device_collectives.reductions import factor_bytes
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net import logs
+from unicoll.net.interrupts import Flag, LazyThread
 
 _Result = TypeVar("_Result")
 
@@ -83,9 +83,9 @@ class Communicator:
         self.device = device
         self.rank, self.size = context.rank, context.size
         self.scratch = 0
-        self._returned = threading.Event()  # set unless a thread stops or ends the communicator
+        self._returned = Flag()  # set unless a thread stops or ends the communicator
         self._returned.set()
-        self._left_behind: list[threading.Thread] = []
+        self._left_behind: list[Flag] = []  # set when a thread has returned from the library
         self._check = check
         self._log = logs.logger(context.backend)
         self.teardown_threads: TeardownThreads = context.job.shared(
@@ -127,7 +127,7 @@ class Communicator:
 
         def abort() -> None:
             for _ in backoff():  # NCCL writes the handle before it waits for other ranks
-                if slot.value or not self._left_behind[-1].is_alive():
+                if slot.value or self._left_behind[-1].is_set():
                     break
             self.handle = slot.value or 0
             self._abort(self._await_threads)
@@ -138,25 +138,29 @@ class Communicator:
         """Call ``begin`` on another thread, which is left behind at the deadline or when the group fails."""
         answers: list[_Result] = []
         errors: list[BaseException] = []
+        thread, ended, given_up = LazyThread(f"unicoll-{self.context.name}-{what}"), Flag(), Flag()
 
         def run() -> None:
             try:
-                self.runtime.set_device(self.device)
-                answers.append(begin())
+                if not given_up.is_set():
+                    self.runtime.set_device(self.device)
+                    answers.append(begin())
             except BaseException as e:  # raised on the waiting thread
                 errors.append(e)
+            finally:
+                ended.set()
 
-        thread = threading.Thread(target=run, name=f"unicoll-{self.context.name}-{what}", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(_CHECK_PERIOD_S)
-            if thread.is_alive():
-                try:
-                    self._check(None)
-                    self._check_deadline(what, deadline, None)
-                except BaseException:
-                    self._left_behind = [*self._left_behind, thread]
-                    raise
+        # Thread.join(), if an exception interrupts it, takes a thread that runs for one that has ended.
+        try:
+            thread.start(run)
+            while not ended.wait(_CHECK_PERIOD_S):
+                self._check(None)
+                self._check_deadline(what, deadline, None)
+        except BaseException:
+            given_up.set()
+            if thread.ident is not None:
+                self._left_behind = [*self._left_behind, ended]
+            raise
         if errors:
             raise errors[0]
         return answers[0]
@@ -252,19 +256,20 @@ class Communicator:
 
     # --- operations ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def group(self) -> Iterator[list[int]]:
-        """A group call: the caller appends its calls' codes to the list, and the group's code comes last."""
+    def grouped(self, calls: Iterable[Callable[[], int]]) -> int:
+        """Several calls as one group call; the first code that is not success.
+
+        Also an exception right behind the beginning ends it: in a group the library only notes what the thread calls.
+        """
         codes: list[int] = []
-        begun = self.library.group_start()
-        if begun:
-            codes.append(begun)
-            yield codes
-            return
+        library, begun = self.library, SUCCESS
         try:
-            yield codes
+            begun = library.group_start()
+            if begun == SUCCESS:
+                codes.extend(call() for call in calls)
         finally:
-            codes.append(self.library.group_end())
+            ended = library.group_end() if begun == SUCCESS else begun
+        return next((code for code in codes if code), ended)
 
     def premul_op(self, call: Call, type_code: int) -> int:
         """The reduction operation that multiplies by the call's factor and sums."""
@@ -370,7 +375,7 @@ class Communicator:
 
     def _revoke(self) -> bool:
         """Stop all operations, and wait until none is on the device; False if the library cannot, or refuses to."""
-        if not self.library.has("comm_revoke"):
+        if not self.handle or not self.library.has("comm_revoke"):
             return False
         return self._await_end_of(self.library.comm_revoke(self.handle)) == SUCCESS
 
@@ -402,8 +407,8 @@ class Communicator:
 
     def _await_threads(self) -> None:
         """Wait until the threads that were left behind have returned from the library."""
-        for thread in self._left_behind:
-            thread.join()
+        for ended in self._left_behind:
+            ended.wait(math.inf)
 
     def _await_end_of(self, code: int) -> int:
         """The code with which a call of the library ends that has returned ``code``."""
@@ -419,13 +424,19 @@ class Communicator:
         The next call waits for its end, and has no effect without it: an abort frees what the thread uses.
         """
 
+        returned = Flag()
+
         def run() -> None:
-            self.runtime.set_device(self.device)
-            function()
+            try:
+                self.runtime.set_device(self.device)
+                function()
+            finally:
+                returned.set()
 
         if not self._returned.wait(END_S):
             return False
-        self._returned = self.teardown_threads.start(run)
+        self._returned = returned
+        self.teardown_threads.start(run)
         if not self._returned.wait(END_S):
             self._log.error(
                 "%s %s's communicator of group %r did not return in %.0f s; %sits thread is abandoned",
@@ -444,7 +455,7 @@ class CommunicatorWithOptions:
     def __init__(self, comm: Communicator, options: CallOptions) -> None:
         self.rank, self.size, self.handle, self.scratch = comm.rank, comm.size, comm.handle, comm.scratch
         self.native_all_to_all, self.scales_one_rank = comm.native_all_to_all, comm.scales_one_rank
-        self.premul_op, self.group, self.reduction = comm.premul_op, comm.group, comm.reduction
+        self.premul_op, self.grouped, self.reduction = comm.premul_op, comm.grouped, comm.reduction
         self.library: Operations = comm.library.with_options(options)
 
 

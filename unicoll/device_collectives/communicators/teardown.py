@@ -8,6 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from unicoll.arrays.device_runtime import DeviceRuntime
+from unicoll.net.interrupts import LazyThread
 
 END_S = 10.0
 """How long the library may take to stop or end a communicator before the thread that waits for it is abandoned."""
@@ -33,41 +34,38 @@ class TeardownThreads:
         self._runtime = runtime
         self._lock = threading.Lock()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[LazyThread] = []
         self._idle = 0
         self._closed = False
-        with self._lock:
-            self._fill(_SPARE)
+        try:
+            with self._lock:
+                self._fill(_SPARE)
+        except BaseException:
+            self.close()
+            raise
 
     def _fill(self, count: int) -> None:
+        """Have ``count`` idle threads; those whose start was interrupted are started again."""
         while self._idle < count and not self._closed:
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter is ending
-                return
-            self._threads.append(thread)
+            self._threads.append(LazyThread(self._name))
             self._idle += 1
-
-    def start(self, task: Callable[[], None]) -> threading.Event:
-        """Run a task on a thread, or on the caller's if there is none; the event is set when it is done."""
-        done = threading.Event()
-
-        def run() -> None:
+        for thread in [*self._threads]:
             try:
-                task()
-            finally:
-                done.set()
+                thread.start(self._work)
+            except RuntimeError:  # the interpreter is ending
+                self._threads.remove(thread)
+                self._idle -= 1
 
+    def start(self, task: Callable[[], None]) -> None:
+        """Run a task on a thread, or on the caller's if there is none."""
         with self._lock:
             self._fill(_SPARE + 1)
             idle = self._idle > 0
             if idle:
                 self._idle -= 1
-                self._tasks.put(run)
+                self._tasks.put(task)
         if not idle:
-            run()
-        return done
+            task()
 
     def _work(self) -> None:
         self._runtime.ignore_captures()
@@ -88,5 +86,4 @@ class TeardownThreads:
                 self._tasks.put(None)
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
