@@ -37,15 +37,16 @@ def _reserve(job: Job, kind: str, names: list[str], count: int = 1) -> None:
     job.named[kind] = before + count
 
 
-def _failed(names: list[str], parent: Any, reserve: Callable[[], object], cause: BaseException) -> None:
+def _failed(names: list[str], group: Any, reserve: Callable[[], object], cause: BaseException) -> None:
     """Fail the groups that an exception which is no refusal has kept this rank from making: others may have made them.
 
     Args:
         names: of these groups; empty if they have not been reserved.
-        parent: the group whose members make them.
+        group: whose members make them; None is the default group.
         reserve: reserves the names.
         cause: the exception.
     """
+    parent = world.GroupMember.WORLD if group is None else group
     if not leaves_doubt(cause) or not isinstance(parent, ProcessGroup):
         return
     if not names:
@@ -141,7 +142,7 @@ def new_group(
             default.job, names[0], members, choices, seconds, group_desc, pg_options, device_id, parent
         )
     except BaseException as e:
-        _failed(names, world.resolve(None), reserve, e)
+        _failed(names, None, reserve, e)
         raise
 
 
@@ -243,7 +244,7 @@ def _subgroups(
                 mine = made[-1]
         return mine, made
     except BaseException as e:
-        _failed(names, world.resolve(group), reserve, e)
+        _failed(names, group, reserve, e)
         raise
 
 
@@ -316,7 +317,7 @@ def split_group(
         parent.leave_out(choices)
         return None
     except BaseException as e:
-        _failed(names, world.resolve(parent_pg), reserve, e)
+        _failed(names, parent_pg, reserve, e)
         world.interrupted(parent_pg, e)
         raise
 
