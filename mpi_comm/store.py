@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import Any
 
 from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.errors import DistNetworkError, DistStoreError
-from unicoll.net.interrupts import LazyThread
+from unicoll.net.interrupts import Changes, LazyThread
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.protocol import (
     REPLY,
@@ -32,7 +31,7 @@ from unicoll.net.stores.protocol import (
     validate,
 )
 from unicoll.net.stores.table import Table, WaitRequired
-from unicoll.net.timeouts import backoff, seconds_left
+from unicoll.net.timeouts import backoff
 
 _REQUESTS = 1
 _FIRST_REPLY = 2
@@ -73,7 +72,7 @@ class _Server:
 
     def __init__(self, mpi: Runtime, comm: Any) -> None:
         self.table = Table()
-        self.changed = threading.Condition()
+        self.changed = Changes()
         self._mpi = mpi
         self._comm = comm
         self._max_value = max_value()
@@ -92,32 +91,36 @@ class _Server:
 
     def open(self) -> None:
         """A handle of this process was opened."""
-        with self.changed:
+        with self.changed.lock:
             self._users += 1
             if self._mpi.size > 1:
                 self._thread.start(self._serve)
 
     def close(self) -> None:
         """A handle of this process was closed; the thread continues until the other processes have closed theirs."""
-        with self.changed:
+        with self.changed.lock:
             self._users -= 1
 
     def apply(self, op: StoreOp, fields: Sequence[bytes], deadline: float | None = None) -> Sequence[bytes]:
         """Execute an operation for a thread of this process; WaitRequired if it still has to wait at ``deadline``."""
-        waited = False
-        with self.changed:
-            while True:
-                try:
-                    reply = self.table.apply(op, fields, waited)
-                except WaitRequired:
-                    if deadline is None or time.monotonic() >= deadline:
-                        raise
-                    waited = True
-                    self.changed.wait(seconds_left(deadline))
-                    continue
-                if self.table.changed_keys:
-                    self.changed.notify_all()
-                return reply
+        refused: WaitRequired | None = None
+
+        def attempt() -> tuple[Sequence[bytes]] | None:
+            nonlocal refused
+            try:
+                reply = self.table.apply(op, fields, refused is not None)
+            except WaitRequired as e:
+                refused = e
+                return None
+            if self.table.changed_keys:
+                self.changed.notify_all()
+            return (reply,)
+
+        found = self.changed.wait_for(attempt, 0.0 if deadline is None else deadline - time.monotonic())
+        if found is None:
+            assert refused is not None
+            raise refused
+        return found[0]
 
     # --- requests of the other processes ------------------------------------------------------------------------
 
@@ -127,7 +130,7 @@ class _Server:
         while True:
             if self._mpi.call(self._poll, status):
                 pauses, spin_until = backoff(*_PAUSES_S), time.monotonic() + _SPIN_S
-            with self.changed:
+            with self.changed.lock:
                 now = time.monotonic()
                 used = self._has_clients() or (self._users and self._stop_at == math.inf)
                 if not used or now >= self._stop_at:
@@ -152,7 +155,7 @@ class _Server:
             source = status.Get_source()
             message.Recv([data, mpi.BYTE])
             self._handle_message(source, data)
-        with self.changed:
+        with self.changed.lock:
             changed = bool(self.table.changed_keys)
             self.table.changed_keys.clear()
             if changed:
@@ -186,7 +189,7 @@ class _Server:
     def _try_request(self, request: _WaitingRequest) -> bool:
         """Reply to a request if it need not wait, else keep it; returns True if it has a reply."""
         try:
-            with self.changed:
+            with self.changed.lock:
                 reply = self.table.apply(request.op, request.fields, waited=request in self._waiting)
         except WaitRequired as state:
             if request.op.waits and time.monotonic() < request.deadline:

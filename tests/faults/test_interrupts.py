@@ -22,7 +22,7 @@ from tests.support.ranks import ProcessJob, joined, sample_seed
 from tests.support.selection import is_short
 from unicoll.api import objects
 
-_SHARE = 6
+_SHARE = 12
 
 
 def run(

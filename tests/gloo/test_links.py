@@ -23,6 +23,7 @@ from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
 from unicoll.errors import OperationTimeoutError, RankLostError
 from unicoll.net.channel import Channel, Connection, records_for
+from unicoll.net.interrupts import Changes
 from unicoll.net.links import Address, unacknowledged
 
 LAN0, LAN1, LAN2 = "10.77.0", "10.78.0", "10.79.0"
@@ -319,7 +320,7 @@ def unconnected() -> Any:
     endpoint = endpoints([[LAN0], [LAN0]])[0]
     vars(endpoint).update(
         _job=SimpleNamespace(rank=0, key=b"k" * 32, control=None),
-        _changed=threading.Condition(),
+        _changed=Changes(),
         _open={},
         _arriving=set(),
         _unanswered={},
@@ -373,7 +374,7 @@ def test_addresses_that_do_not_answer_change_while_no_report_reads_them(
 
     class Addresses(dict[Any, Any]):
         def __setitem__(self, key: Any, value: Any) -> None:
-            held.append(endpoint._changed._is_owned())
+            held.append(endpoint._changed.lock._is_owned())
             super().__setitem__(key, value)
 
     endpoint._unanswered = Addresses()

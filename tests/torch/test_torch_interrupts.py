@@ -22,7 +22,7 @@ from tests.torch import interrupt_jobs as jobs
 from tests.torch import torch_jobs
 
 pytestmark = pytest.mark.torch
-_SHARE = 12
+_SHARE = 24
 """The short run tries every nth point."""
 
 

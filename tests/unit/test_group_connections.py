@@ -29,6 +29,7 @@ from unicoll.errors import (
     GroupAbortedError,
     OperationTimeoutError,
 )
+from unicoll.net.interrupts import Changes
 from unicoll.net.links import Address
 from unicoll.net.records import TamperedError
 
@@ -51,7 +52,7 @@ def test_the_error_that_ends_a_connection_attempt_is_raised(error: DistError) ->
     """The peer, a stopped process, does not answer: OperationTimeoutError became DistNetworkError."""
     endpoint: Any = Endpoint.__new__(Endpoint)
     endpoint._job = SimpleNamespace(rank=0, key=b"k" * 32, control=None)
-    endpoint._changed, endpoint._open, endpoint._arriving = threading.Condition(), {}, set()
+    endpoint._changed, endpoint._open, endpoint._arriving = Changes(), {}, set()
     calls = iter((False, True))
 
     def check() -> None:
@@ -70,7 +71,7 @@ def test_one_thread_at_a_time_connects_to_a_peer() -> None:
     """When the first of two had ended, the peer's connection was accepted beside theirs, and both were closed."""
     endpoint: Any = Endpoint.__new__(Endpoint)
     endpoint._job = SimpleNamespace(rank=1, control=None)
-    endpoint._changed, endpoint._open, endpoint._message_engines = threading.Condition(), {}, {}
+    endpoint._changed, endpoint._open, endpoint._message_engines = Changes(), {}, {}
     endpoint._arriving, endpoint._dialing, endpoint._closed_groups = set(), set(), set()
     endpoint._unanswered = {}
     dials, second_waits, key = [], threading.Event(), ("g", "m", 0)
@@ -103,7 +104,7 @@ def test_an_attempt_is_not_postponed_once_the_peer_may_use_the_connection(
     """The peer lost what it had sent on the connection, or its sends failed as if this rank had ended."""
     endpoint: Any = Endpoint.__new__(Endpoint)
     endpoint._job = SimpleNamespace(rank=0, key=b"k" * 32, control=None)
-    endpoint._changed, endpoint._open, endpoint._arriving = threading.Condition(), {}, set()
+    endpoint._changed, endpoint._open, endpoint._arriving = Changes(), {}, set()
     told, waits = threading.Event(), threading.Event()
 
     def handshake(sock: socket.socket, *_: Any, **__: Any) -> tuple[socket.socket, bool]:

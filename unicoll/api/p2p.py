@@ -8,7 +8,7 @@ which has messages to oneself only in a batch with their receives.
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from unicoll.backend.call import Call
 from unicoll.backend.ops import OPS
 from unicoll.backend.status import NO_RANK, Status
 from unicoll.errors import DistArgumentError, DistTypeError, OperationTimeoutError
+from unicoll.net.interrupts import Flag
 from unicoll.net.timeouts import Timeout, to_seconds
 
 if TYPE_CHECKING:
@@ -473,10 +474,10 @@ def waitany(works: Sequence[Work | None], timeout: Timeout = None) -> int:
     if not present:
         raise DistArgumentError("waitany: no Work is given", op="waitany")
     if not any(work.is_completed() for work in present):
-        ended = threading.Event()
+        ended = Flag()
         for work in present:
             work.completion.add_done_callback(ended.set)
-        if not ended.wait(to_seconds(timeout) or None):
+        if not ended.wait(to_seconds(timeout) or math.inf):
             raise OperationTimeoutError(
                 f"waitany: none of {len(present)} operations was done after waiting {timeout} s", op="waitany"
             )

@@ -12,7 +12,6 @@ import copy
 import json
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +32,7 @@ from unicoll.net.channel import Connection
 from unicoll.net.fork_safety import guard
 from unicoll.net.framed_server import FrameServer, frame, handshake_address, read_exactly
 from unicoll.net.interfaces import raise_descriptor_limit
+from unicoll.net.interrupts import Changes
 from unicoll.net.links import Address, endpoints, first_link, links, with_interfaces
 from unicoll.net.timeouts import backoff
 
@@ -99,7 +99,7 @@ class Endpoint:
     def __init__(self, job: Job) -> None:
         raise_descriptor_limit(_PER_RANK * job.size + _SPARE)
         self._job = job
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self._open: dict[Key, Connection] = {}
         self._directory: dict[int, _Addresses] = {}
         wanted = environment.number("UNICOLL_SOCKET_CONNECTIONS")
@@ -125,7 +125,7 @@ class Endpoint:
     def close(self) -> None:
         """Stop listening and close the connections in the table."""
         self._listener.close()
-        with self._changed:
+        with self._changed.lock:
             sockets = list(self._open.values())
             self._open.clear()
         for sock in sockets:
@@ -133,7 +133,7 @@ class Endpoint:
 
     def close_group(self, group: str) -> None:
         """Close a group's connections and refuse new ones for it."""
-        with self._changed:
+        with self._changed.lock:
             self._closed_groups.add(group)
             mine = [k for k in self._open if k[0] == group]
             sockets = [self._open.pop(k) for k in mine]
@@ -146,7 +146,7 @@ class Endpoint:
 
     def listen(self, group: str, arrived: Callable[[int, Connection], None]) -> None:
         """Call ``arrived(peer's global rank, socket)`` for every connection of a group's messages, whoever made it."""
-        with self._changed:
+        with self._changed.lock:
             self._message_engines[group] = arrived
             present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, MESSAGES)]
         for peer, sock in present:
@@ -154,7 +154,7 @@ class Endpoint:
 
     def forget(self, key: Key) -> None:
         """Close a connection and remove it from the table; the next use makes a new one."""
-        with self._changed:
+        with self._changed.lock:
             sock = self._open.pop(key, None)
         if sock is not None:
             sock.close()
@@ -175,7 +175,7 @@ class Endpoint:
             AuthenticationError: another process answers at the peer's address.
         """
         while True:
-            with self._changed:
+            with self._changed.lock:
                 if key in self._open:
                     return self._open[key]
                 # One thread dials: when the first of two ended, its peer's connection would be accepted, too.
@@ -189,7 +189,7 @@ class Endpoint:
                         if sock is not None:
                             self._deliver(key, sock)
                     finally:
-                        with self._changed:
+                        with self._changed.lock:
                             self._dialing.discard(key)
                 found = self._await_connection(key, check)
                 if found is None and not dial:
@@ -203,7 +203,7 @@ class Endpoint:
     # --- accepting ------------------------------------------------------------------------------------------
 
     def _admit(self, key: Key) -> bytes:
-        with self._changed:
+        with self._changed.lock:
             if key[0] in self._closed_groups:
                 return _CLOSED
             if key in self._open or (key in self._dialing and self._job.rank > key[2]):
@@ -213,7 +213,7 @@ class Endpoint:
 
     def _deliver(self, key: Key, sock: Connection) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with self._changed:
+        with self._changed.lock:
             self._arriving.discard(key)
             if key not in self._open and key[0] not in self._closed_groups:
                 self._open[key] = sock
@@ -228,11 +228,11 @@ class Endpoint:
 
     def _await_connection(self, key: Key, check: Callable[[], None]) -> Connection | None:
         """The connection that either side is making, after waiting a tick at most; None if it is not there yet."""
-        with self._changed:
-            if self._changed.wait_for(lambda: key in self._open, _TICK_S):
-                return self._open[key]
-            if key[0] in self._closed_groups:
-                raise GroupAbortedError(f"group {key[0]!r} was closed while connecting", group=key[0])
+        found = self._changed.wait_for(lambda: self._open.get(key), _TICK_S)
+        if found is not None:
+            return found
+        if key[0] in self._closed_groups:
+            raise GroupAbortedError(f"group {key[0]!r} was closed while connecting", group=key[0])
         check()
         self._check_alive(key[2])
         return None
@@ -271,7 +271,7 @@ class Endpoint:
                 sock = guard(socket.create_connection((host, port), 1.0))
                 break
             except TimeoutError:
-                with self._changed:  # another thread may read them for a report
+                with self._changed.lock:  # another thread may read them for a report
                     self._unanswered[key] = address
             except OSError as e:
                 self._connect_failed(key, address, e)
@@ -341,7 +341,7 @@ class Endpoint:
 
     def unanswered(self, group: str) -> list[str]:
         """The addresses to which this rank cannot make the connections of a group, because they do not answer."""
-        with self._changed:
+        with self._changed.lock:
             found = {(key[2], address) for key, address in self._unanswered.items() if key[0] == group}
         return [f"no answer from rank {peer} at {address}" for peer, address in sorted(found)]
 
@@ -374,7 +374,7 @@ class Endpoint:
 
     def _peer_connected(self, key: Key) -> bool:
         """True if the peer has connected meanwhile (it may have ended again; its data can still be read)."""
-        with self._changed:
+        with self._changed.lock:
             return key in self._open or key in self._arriving
 
     def _connect_failed(self, key: Key, address: Address, error: Exception) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from unicoll.backend.call import Call
 from unicoll.backend.operation_errors import check_message
+from unicoll.net.interrupts import Changes
 
 if TYPE_CHECKING:
     from unicoll.backend.host_backend import HostBackend
@@ -32,7 +33,7 @@ class Inbox:
 
     def __init__(self, backend: HostBackend) -> None:
         self._backend = backend
-        self._arrived = threading.Condition()
+        self._arrived = Changes()
         self._messages: list[_Message] = []
 
     def put(self, peer: int, tag: int, code: int, data: bytearray) -> None:
@@ -44,9 +45,9 @@ class Inbox:
             code: of the element type, :attr:`unicoll.arrays.types.DType.code`.
             data: the elements.
         """
-        with self._arrived:
+        with self._arrived.lock:
             self._messages.append(_Message(peer, tag, code, data))
-            self._arrived.notify_all()
+        self._arrived.notify_all()
 
     def receive(self, call: Call, deadline: float) -> None:
         """Do a receive: wait for the first message that matches it and copy the message to the array of the call.
@@ -56,9 +57,7 @@ class Inbox:
             RankLostError: its sender has died, or left the job.
             MessageMismatchError: it has another size or element type than the array.
         """
-        with self._arrived:
-            found = self._await(call, deadline)
-            self._messages.remove(found)
+        found = self._await(call, deadline, self._take)
         size = len(found.data)
         call.matched(found.peer, found.tag, found.code, size)
         check_message(self._backend.context, call, size, found.code)
@@ -69,23 +68,27 @@ class Inbox:
 
     def probe(self, call: Call, deadline: float) -> None:
         """Do a probe: wait for the first message that matches it, and leave it here; raises as :meth:`receive`."""
-        with self._arrived:
-            found = self._await(call, deadline)
+        found = self._await(call, deadline, self._find)
         call.matched(found.peer, found.tag, found.code, len(found.data))
 
     def iprobe(self, call: Call) -> bool:
         """:meth:`probe` without waiting; False if no message matches."""
-        with self._arrived:
+        with self._arrived.lock:
             found = self._find(call)
         if found is None:
             return False
         call.matched(found.peer, found.tag, found.code, len(found.data))
         return True
 
-    def _await(self, call: Call, deadline: float) -> _Message:
-        while (found := self._find(call)) is None:
+    def _await(self, call: Call, deadline: float, find: Callable[[Call], _Message | None]) -> _Message:
+        while (found := self._arrived.wait_for(lambda: find(call), _TICK_S)) is None:
             self._backend.check(call, deadline)
-            self._arrived.wait(_TICK_S)
+        return found
+
+    def _take(self, call: Call) -> _Message | None:
+        found = self._find(call)
+        if found is not None:
+            self._messages.remove(found)
         return found
 
     def _find(self, call: Call) -> _Message | None:
