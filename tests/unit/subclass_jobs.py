@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from tests.support.order import await_word, send_word
 
 Array = Any
 
@@ -270,6 +271,12 @@ def failures_inside() -> None:
     for async_op in (False, True):
         group: Any = dist.new_group()
         group.barrier()  # selects the transport
+        # A rank that is still in the barrier when rank 0 fails would get the error there.
+        if rank != 0:
+            send_word(0)
+        else:
+            for _ in range(dist.get_world_size() - 1):
+                await_word()
         restore = _broken(*_before_sending(group._backends.for_device("cpu")), 1 if rank == 0 else 0)
         expected: type[Exception] = MemoryError if rank == 0 else dist.GroupAbortedError
         error = ""
