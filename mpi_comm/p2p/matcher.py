@@ -88,9 +88,8 @@ class RequestMatcher:
         self._status = group.mpi.MPI.Status()
         self.failed = False
         self._abandoned = False  # True once MPI keeps a request that was given up
-        self._changing = (
-            0  # identifier of the thread that changes the state; with the lock free: it was interrupted
-        )
+        # Identifier of the thread that changes the state, or 0. If set while the lock is free, that was interrupted.
+        self._changing = 0
         self._device: DeviceMemory | None = None  # of the last message in device memory
 
     def start(self, request: PendingRequest) -> None:

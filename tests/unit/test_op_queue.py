@@ -263,14 +263,8 @@ def test_a_timed_call_that_two_threads_end_at_once_ends_once(monkeypatch: pytest
     assert isinstance(completion.exception(), DistError)
 
 
-def test_a_queued_call_ends_when_the_group_fails(execute: Executed) -> None:
-    """Also if the call before it does not end."""
-    failure: list[DistError] = []
-    queue = OpQueue("unicoll-test", failure=lambda: failure[0] if failure else None)
-    execute.gate.clear()
-    first = threading.Thread(target=queue.run, args=(execute, a_call()), daemon=True)
-    first.start()
-    assert execute.begun.wait(30)
+def behind_another(queue: OpQueue, execute: Executed) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread with a call that is queued, and what the call raises."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -279,9 +273,21 @@ def test_a_queued_call_ends_when_the_group_fails(execute: Executed) -> None:
         except DistError as e:
             raised.append(e)
 
-    second = threading.Thread(target=run, daemon=True)
-    second.start()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
     await_true(lambda: queue._queue)
+    return thread, raised
+
+
+def test_a_queued_call_ends_when_the_group_fails(execute: Executed) -> None:
+    """Also if the call before it does not end."""
+    failure: list[DistError] = []
+    queue = OpQueue("unicoll-test", failure=lambda: failure[0] if failure else None)
+    execute.gate.clear()
+    first = threading.Thread(target=queue.run, args=(execute, a_call()), daemon=True)
+    first.start()
+    assert execute.begun.wait(30)
+    second, raised = behind_another(queue, execute)
     failure.append(DistError("it failed"))
     second.join(30)
     assert raised == failure
@@ -311,17 +317,7 @@ def test_a_queued_call_waits_no_longer_than_the_calls_before_may_take(
     first = threading.Thread(target=queue.post(calls, execute).wait, args=(None,), daemon=True)
     first.start()
     assert execute.begun.wait(30)
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            queue.run(execute, a_call())
-        except DistError as e:
-            raised.append(e)
-
-    second = threading.Thread(target=run, daemon=True)
-    second.start()
-    await_true(lambda: queue._queue)
+    second, raised = behind_another(queue, execute)
     second.join(0.1)
     now[0] = 10.0 * batch + 0.9
     second.join(0.1)

@@ -117,9 +117,8 @@ def is_awaited() -> bool:
 
     They call the same methods of the group as ``isend`` and ``irecv``; from 2.13 on, they call these functions.
     """
-    frame: FrameType | None = sys._getframe(
-        3
-    )  # of the caller of the method that calls this, and of its guard
+    # behind this function: the method of the group that calls it, the method's guard, the caller
+    frame: FrameType | None = sys._getframe(3)
     for _ in range(3):  # isend, its exception logger, send
         if frame is None or frame.f_code in _BLOCKING_P2P:
             break
