@@ -537,12 +537,11 @@ class P2PEngine:
                 )
             self._in_flight.difference_update(operations)
             return
-        control = self.context.job.control
-        why = f"{self.context.who(peer)} closed its connection"
-        if control is not None and self.state.error is None:
-            lost_rank = control.find_lost_rank(rank, self.context.ranks, 0.5)
-            if lost_rank is not None:
-                rank, why = lost_rank, control.departed[lost_rank]
+        member, why = self.state.find_ended_member(peer) or (
+            peer,
+            f"{self.context.who(peer)} closed its connection",
+        )
+        rank = self.context.ranks[member]
         for pending in operations:
             pending.completion.finish(self.state.error or self.lost_error(pending.call, rank, why))
         self._in_flight.difference_update(operations)

@@ -154,7 +154,10 @@ class ProgressEngine:
     def _serve(self) -> None:
         while self._wakeups.get():
             while True:
-                self._engine.connect_pending()
+                if self._engine.has_queued_connects:
+                    self._engine.connect_pending()
+                    # A caller that runs progress sleeps on other connections; its send may have left on the new one.
+                    self._waker.wake()
                 with self._lock:
                     given_up = self._waiters and not self._engine.has_queued_connects
                     if self._closed or given_up or not self._engine.pending():

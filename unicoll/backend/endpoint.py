@@ -313,7 +313,7 @@ class Endpoint:
             return connection
         sock.close()
         if answer == _CLOSED and not self._peer_connected(key):
-            reason = self._departure(peer) or f"{self._who(peer)} has closed the group {group!r}"
+            reason = self._departure(peer, check) or f"{self._who(peer)} has closed the group {group!r}"
             raise RankLostError(reason, group=group, rank=peer)
         return None
 
@@ -382,7 +382,7 @@ class Endpoint:
         peer = key[2]
         if self._peer_connected(key):
             return
-        reason = self._departure(peer)
+        reason = self._departure(peer, lambda: None)
         if reason is not None:
             raise RankLostError(reason, rank=peer) from error
         raise DistNetworkError(
@@ -398,10 +398,17 @@ class Endpoint:
         named.args = (f"{error}; no answer from rank {key[2]} at {address}",)
         return named
 
-    def _departure(self, peer: int) -> str | None:
-        """How a peer has ended, waiting a moment for the notification; None if it is still alive."""
-        control = self._job.control
-        return control.await_departure(peer, _DEPARTURE_S) if control is not None else None
+    def _departure(self, peer: int, check: Callable[[], None]) -> str | None:
+        """How a peer has ended, waiting a moment for the notification; None if it is still alive.
+
+        ``check`` is called meanwhile: a peer also closes a group that has failed.
+        """
+        control, reason = self._job.control, None
+        deadline = time.monotonic() + _DEPARTURE_S
+        while control is not None and reason is None and time.monotonic() < deadline:
+            check()
+            reason = control.await_departure(peer, _TICK_S)
+        return reason
 
     def _check_alive(self, peer: int) -> None:
         control = self._job.control

@@ -110,16 +110,25 @@ class GroupState:
             DistError: the group's error, if it has one or another rank has announced one.
             RankLostError: else: of the member that ended first, if one has ended; else for ``reason``.
         """
-        context, control = self.context, self.context.job.control
-        if control is not None:
-            deadline = time.monotonic() + _NOTICE_S
-            while self.error is None and time.monotonic() < deadline:
-                if (failure := control.group_failure(context.name)) is not None:
-                    self.abort(failure)
-                elif (rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)) is not None:
-                    self.fail(self.lost_error(context.ranks.index(rank), control.departed[rank]))
+        ended = self.find_ended_member(peer)
+        if ended is not None:
+            self.fail(self.lost_error(*ended))
         self.check()
         self.fail(self.lost_error(peer, reason))
+
+    def find_ended_member(self, peer: int) -> tuple[int, str] | None:
+        """The member whose end has closed a connection to ``peer``, and how it ended; waits 0.5 s for the notice.
+
+        None if no member has ended, and as soon as the group has failed.
+        """
+        context, control = self.context, self.context.job.control
+        deadline = time.monotonic() + _NOTICE_S
+        while control is not None and self.error is None and time.monotonic() < deadline:
+            if (failure := control.group_failure(context.name)) is not None:
+                self.abort(failure)
+            elif (rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)) is not None:
+                return context.ranks.index(rank), control.departed[rank]
+        return None
 
     def lost_error(self, peer: int, reason: str) -> DistError:
         """The error of the collective in progress because a member has ended."""
