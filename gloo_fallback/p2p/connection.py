@@ -16,6 +16,8 @@ from unicoll.net.channel import Connection
 if TYPE_CHECKING:
     from gloo_fallback.p2p.engine import P2PEngine
 
+_log = logs.logger("gloo")
+
 _MORE_THAN_ANY = 1 << 60
 _SLACK = 1 << 20
 """Bytes by which the system may exceed its limit."""
@@ -52,7 +54,7 @@ class PeerConnection:
         context = engine.context
 
         def log(reason: str) -> None:
-            logs.logger("gloo").info("messages to %s use the socket: %s", context.who(peer), reason)
+            _log.info("messages to %s use the socket: %s", context.who(peer), reason)
 
         self.peer = peer
         self.sock = sock

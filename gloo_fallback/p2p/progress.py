@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logs.logger("gloo")
 
-_TICK_S = 0.1
+_TICK_S, _SLACK_S = 0.1, 1.0
 _EVENTS = 64
 _POLLS = 4
 """Number of polls of a ring that take as long as one poll of a socket."""
@@ -80,8 +80,12 @@ class ProgressEngine:
                 else:
                     try:
                         completion.wait(_TICK_S)
-                    except OperationTimeoutError:
-                        continue  # not done in this tick; a timeout of the operation itself is raised by its caller
+                    except OperationTimeoutError:  # not done in this tick
+                        now = time.monotonic()
+                        if (
+                            now >= pending.deadline + _SLACK_S
+                        ):  # the thread that runs progress does not check it
+                            self._engine.check_deadlines(now)
         except BaseException as e:
             self.give_back(held)
             if self._engine.unsure and leaves_doubt(e):

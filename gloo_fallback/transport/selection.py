@@ -18,6 +18,8 @@ from gloo_fallback.transport.exchange import HEADER_SIZE
 from gloo_fallback.transport.topology import Topology, build_topology
 from unicoll.net import logs
 
+log = logs.logger("gloo")
+
 OPERATIONS = {
     "barrier": "barrier",
     "broadcast": "broadcast",
@@ -77,7 +79,7 @@ class Transport:
 def select_transport(connections: GroupConnections, spins: int) -> Transport:
     """Select the transport together with the other ranks, and log it; called in the group's first collective."""
     transport = _select(connections, spins)
-    logs.logger("gloo").info("group %r %s", connections.context.name, transport.description)
+    log.info("group %r %s", connections.context.name, transport.description)
     return transport
 
 

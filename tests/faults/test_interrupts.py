@@ -7,6 +7,7 @@ failed; the other ranks make theirs. The short run tries a part of the points.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -100,6 +101,29 @@ def test_a_wait_that_was_interrupted_can_be_repeated() -> None:
     assert (x == 3).all()
     dist.all_reduce(x)
     assert (x == 6).all()
+
+
+@on_ranks(2, env={})
+def test_a_receive_ends_at_its_timeout_whatever_becomes_of_the_thread_that_runs_progress() -> None:
+    world: Any = dist.group.WORLD
+    if dist.get_rank() == 0:
+        progress = world._backends.for_device("cpu")._p2p._progress
+        held, ended = threading.Event(), threading.Event()
+
+        def stick() -> None:
+            progress.try_acquire()
+            held.set()
+            ended.wait(60)
+            progress.release()
+
+        stuck = threading.Thread(target=stick)
+        stuck.start()
+        held.wait(60)
+        with pytest.raises(dist.OperationTimeoutError, match=r"recv.* timed out after 0.2 s"):
+            world.using(timeout=0.2).recv(np.zeros(1), 1)
+        ended.set()
+        stuck.join()
+    dist.barrier()
 
 
 class Alarm(Exception):

@@ -108,31 +108,45 @@ class OpQueue:
                 self._busy = None
                 if self._queue:
                     self.resume()
-        self._await_turn(completion)
+        completion.before_wait = self._await_turn
+        completion.wait(None)
 
     def _await_turn(self, completion: HostCompletion) -> None:
-        """Wait for a blocking call that is queued, until the group fails or the calls before it should have ended.
+        """Wait for a queued call, at most as :meth:`_limit` says."""
+        completion.check_until_done(self._limit(completion), _TICK_S)
 
-        Whatever became of the threads that execute those, it does not wait longer.
+    def _wait_here(self, completion: HostCompletion) -> None:
+        """Execute a posted batch on the calling thread if it is next, else wait for it."""
+        self._execute_here(completion)
+        self._await_turn(completion)
+
+    def _limit(self, completion: HostCompletion) -> Callable[[], None]:
+        """Called every 0.1 s while a thread waits for a queued call: ends the call if the group has failed.
+
+        The group fails, too, once the call, or the one that is being executed, should have ended: whatever became of
+        the thread that executes it. Callbacks, which are the user's, may take as long as they do.
         """
         call, before, until = completion.calls[0], None, 0.0
 
         def check() -> None:
             nonlocal before, until
-            now, error = time.monotonic(), self._failure()
-            if self._busy is not before or not until:
-                before, running = self._busy, self._running
+            now, error, running = time.monotonic(), self._failure(), self._running
+            if self._busy is not before or not until or (running is None and self._server):
+                before = self._busy
                 calls = running.calls if running is not None else () if before is None else (before,)
                 until = now + max(call.timeout, sum(each.timeout for each in calls)) + _SLACK_S
-            if error is None and now >= until:
-                first = before.describe_with_number() if before is not None else "a call"
-                error = self._fail(
-                    TimeoutError(f"{first} does not end, and {call.describe_with_number()} waits for it")
-                )
+            late = now >= until
+            if error is None and late:
+                text = f"{(before or call).describe_with_number()} does not end"
+                if before is not None and before is not call:
+                    text += f", and {call.describe_with_number()} waits for it"
+                error = self._fail(TimeoutError(text))
             if error is not None:
                 self._drop(completion, error)
+                if late and running is completion:
+                    completion.finish(error)
 
-        completion.wait_checking(check, _TICK_S)
+        return check
 
     def _drop(self, completion: HostCompletion, error: BaseException) -> None:
         """End a call with an error if it is still queued."""
@@ -153,8 +167,7 @@ class OpQueue:
             self._nest(calls)
             completion.finish(_attempt(calls, execute))
             return completion
-        if not on_thread:
-            completion.before_wait = self._execute_here
+        completion.before_wait = self._await_turn if on_thread else self._wait_here
         with self._lock:
             if self._dead is not None:
                 raise self._dead

@@ -71,7 +71,8 @@ class HostCompletion(Completion):
 
     Attributes:
         calls: the batch.
-        before_wait: called with this object by a thread before it waits without a timeout; it may execute the batch.
+        before_wait: called with this object by a thread before it waits without a timeout; it may execute the batch, or
+            wait itself.
         begun: start time on the clock of ``time.perf_counter`` if the batch is timed, else 0.
     """
 
@@ -161,17 +162,10 @@ class HostCompletion(Completion):
         if self._error is not None:
             raise self._error
 
-    def wait_checking(self, check: Callable[[], None], seconds: float) -> None:
-        """:meth:`wait` that calls a function every ``seconds``."""
-        entry = (get_ident(), self)
-        try:
-            entries.append(entry)
-            while not self._done and not self._acquire(seconds):
-                check()
-        finally:
-            entries.remove(entry)
-        if self._error is not None:
-            raise self._error
+    def check_until_done(self, check: Callable[[], None], seconds: float) -> None:
+        """Wait until the batch has ended, with or without an error, and call a function every ``seconds``."""
+        while not self._done and not self._acquire(seconds):
+            check()
 
     def _acquire(self, seconds: float) -> bool:
         """Wait until the batch has ended, for ``seconds`` at most unless negative; True if it has."""

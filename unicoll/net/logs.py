@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+from functools import cache
 
 from unicoll.net import environment
 
@@ -20,10 +21,16 @@ _handler: logging.Handler | None = None
 _level_before: int | None = None  # of the logger "unicoll", where the handler needs another one
 
 
+# Until Python 3.13 an exception of a signal's handler in getLogger(), or in the first isEnabledFor() of a level, leaves
+# logging's lock held, and other threads wait for it without end. So operations do neither: a logger is made once, and
+# the levels are looked up here.
+@cache
 def logger(name: str = "") -> logging.Logger:
     """The logger ``unicoll.<name>``, or ``unicoll``."""
     made = logging.getLogger(f"unicoll.{name}" if name else "unicoll")
     made.addFilter(_identify)
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+        made.isEnabledFor(level)
     return made
 
 

@@ -175,7 +175,7 @@ class DeviceP2P:
         completion = HostCompletion((call,))
         # An interrupt may end the callback: then nothing delivers the message.
         completion.before_wait = partial(
-            HostCompletion.wait_checking, check=self._host.state.check, seconds=TICK_S
+            HostCompletion.check_until_done, check=self._host.state.check, seconds=TICK_S
         )
 
         def deliver() -> None:
