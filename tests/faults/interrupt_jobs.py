@@ -228,19 +228,66 @@ def batch(of: Library) -> Operation:
     return step
 
 
-def new_group(_: Any, k: int) -> Step:
-    """A new group; on the ranks that have made it, its calls work or fail."""
-    made: list[Any] = []
-    x = np.full(1, _value(dist.get_rank(), k))
+def creation(make: Callable[[Any], Callable[[], Any]]) -> Operation:
+    """A new group; on the ranks that have made it, its calls work or fail. ``make(group)`` gives the call."""
 
-    def check() -> None:
-        try:
-            dist.all_reduce(x, group=made[0])
-        finally:
-            dist.destroy_process_group(made[0])
-        UNICOLL.equals(x, sum(_value(r, k) for r in range(dist.get_world_size())))()
+    def step(group: Any, k: int) -> Step:
+        made: list[Any] = []
+        x = np.full(1, _value(dist.get_rank(), k))
+        call = make(group)
 
-    return lambda: made.append(dist.new_group(timeout=TIMEOUT_S)), check
+        def check() -> None:
+            new = made[0]
+            members = new.ranks if isinstance(new, dist.ProcessGroup) else ()
+            try:
+                if members:
+                    dist.all_reduce(x, group=new)
+            finally:
+                if members:
+                    dist.destroy_process_group(new)
+            if members:
+                UNICOLL.equals(x, sum(_value(r, k) for r in members))()
+
+        return lambda: made.append(call()), check
+
+    return step
+
+
+def new_group(_: Any) -> Callable[[], Any]:
+    return lambda: dist.new_group(timeout=TIMEOUT_S)
+
+
+def split(group: Any) -> Callable[[], Any]:
+    return lambda: dist.split_group(group, [[*range(group.size())]])
+
+
+def subgroups(group: Any) -> Callable[[], Any]:
+    return lambda: dist.new_subgroups(group.size(), timeout=TIMEOUT_S)[0]
+
+
+def mesh(group: Any) -> Callable[[], Any]:
+    """Several groups at once: one of all ranks, and one of each."""
+    options = {"mesh_dim_names": ("a", "b"), "backend_override": {"a": "gloo"}}
+    return lambda: dist.init_device_mesh("cpu", (group.size(), 1), **options).get_group("a")
+
+
+def flattened(group: Any) -> Callable[[], Any]:
+    whole = dist.init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("a", "b"))
+    return lambda: whole.flatten("both", "gloo").get_group()
+
+
+def shrink(group: Any) -> Callable[[], Any]:
+    """The last rank is excluded, which does not call it."""
+    last = group.size() - 1
+    return (lambda: None) if me(group) == last else lambda: dist.shrink_group([last], group)
+
+
+def grow(group: Any) -> Callable[[], Any]:
+    """By the last rank."""
+    last = group.size() - 1
+    smaller = dist.new_group([*range(last)], timeout=TIMEOUT_S)
+
+    return lambda: dist.grow_group([last], smaller, timeout=TIMEOUT_S)
 
 
 def destroy(_: Any, k: int) -> Step:
@@ -288,7 +335,13 @@ UNICOLL = Library()
 OPERATIONS = operations(UNICOLL)
 ON_HOSTS: dict[str, Operation] = {
     **OPERATIONS,
-    "new_group": new_group,
+    "new_group": creation(new_group),
+    "split_group": creation(split),
+    "new_subgroups": creation(subgroups),
+    "init_device_mesh": creation(mesh),
+    "flatten": creation(flattened),
+    "shrink_group": creation(shrink),
+    "grow_group": creation(grow),
     "destroy": destroy,
     "symmetric_empty": symmetric,
 }

@@ -161,3 +161,22 @@ def test_a_list_of_objects_is_received_as_a_whole() -> None:
     objects._transfer, objects.read_headers = real
     with pytest.raises(dist.GroupAbortedError, match=r"rank 0 .*recv_object_list.*Alarm"):
         dist.all_reduce(np.ones(1))
+
+
+@on_ranks(2, env={})
+def test_a_rank_that_was_interrupted_before_it_was_added_calls_again() -> None:
+    group: Any = dist.new_group([0])
+    if dist.get_rank() == 1:
+
+        def ring(*_: object) -> None:
+            raise Alarm
+
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Alarm):
+            dist.grow_group([1], group)
+    dist.barrier()
+    larger = dist.grow_group([1], group)
+    x = np.full(1, dist.get_rank() + 1.0)
+    dist.all_reduce(x, group=larger)
+    assert x == 3

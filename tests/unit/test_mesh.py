@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from unicoll.api import device_mesh as mesh_module
+from unicoll.api import subgroups
 from unicoll.api.device_mesh import DeviceMesh, current_mesh, init_device_mesh
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.net import debug_level
@@ -54,11 +55,19 @@ class FakeWorld(SimpleNamespace):
         assert group is None
         return self.default
 
-    def new_group(self, ranks, *, backend=None, pg_options=None, group_desc=None):
-        self.made.append((tuple(ranks), group_desc))
-        if self.rank not in ranks:
-            return NON_MEMBER
-        return FakeGroup(ranks, self.rank, backend=backend, options=pg_options)
+    Listed = subgroups.Listed
+
+    def make_listed(self, what, group, listed, names):
+        self.made += [(tuple(one.ranks), one.desc) for one in listed]
+        return [
+            FakeGroup(one.ranks, self.rank, backend=one.backend, options=one.options)
+            if self.rank in one.ranks
+            else NON_MEMBER
+            for one in listed
+        ]
+
+    def fail_listed(self, what, group, listed, names, cause):
+        assert isinstance(cause, DistError)
 
 
 @pytest.fixture

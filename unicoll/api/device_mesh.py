@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from unicoll.api.mesh_layout import (
     overrides,
     slice_positions,
 )
+from unicoll.backend.interrupts import leaves_doubt
 from unicoll.backend.status import NO_RANK
 from unicoll.errors import DistArgumentError, DistError
 from unicoll.net.debug_level import DebugLevel, get_debug_level
@@ -91,20 +93,65 @@ def init_device_mesh(
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         dist.all_reduce(x, group=mesh.get_group("tp"))
     """
-    if not device_type.isalpha():
-        raise DistArgumentError(
-            f"device_type {device_type!r}: a device type without an index is needed, such as 'cpu' or 'cuda'"
-        )
-    shape = tuple(mesh_shape)
-    if any(not hasattr(size, "__index__") or size < 1 for size in shape):
-        raise DistArgumentError(f"mesh_shape {shape} must hold positive integers")
-    names = checked_names(mesh_dim_names, len(shape), "mesh_shape")
-    return DeviceMesh(
-        device_type,
-        np.arange(prod(shape)).reshape(shape),
-        mesh_dim_names=names,
-        backend_override=overrides(backend_override, len(shape), names),
-    )
+
+    def arguments() -> _Arguments:
+        if not device_type.isalpha():
+            raise DistArgumentError(
+                f"device_type {device_type!r}: a device type without an index is needed, such as 'cpu' or 'cuda'"
+            )
+        shape = tuple(mesh_shape)
+        if any(not hasattr(size, "__index__") or size < 1 for size in shape):
+            raise DistArgumentError(f"mesh_shape {shape} must hold positive integers")
+        names = checked_names(mesh_dim_names, len(shape), "mesh_shape")
+        ranks = np.arange(prod(shape)).reshape(shape)
+        return _Arguments(ranks, names, overrides(backend_override, len(shape), names))
+
+    made: list[str] = []
+    try:
+        mesh = object.__new__(DeviceMesh)
+        mesh._create(device_type, arguments, True, None, made)
+        return mesh
+    except BaseException as e:
+        subgroups.fail_listed("init_device_mesh", None, lambda: arguments().listed(), made, e)
+        raise
+
+
+class _Arguments(NamedTuple):
+    """What a mesh is made from: the array of ranks, names and overrides of its dimensions."""
+
+    ranks: RankArray
+    names: tuple[str, ...] | None
+    configs: Sequence[Override] | None
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        shape = self.ranks.shape
+        return tuple(merged([(size, prod(shape[dim + 1 :]))]) for dim, size in enumerate(shape))
+
+    def listed(self) -> list[subgroups.Listed]:
+        """The groups of all dimensions."""
+        return [
+            one
+            for row in _groups_along(self.ranks.reshape(-1), self.axes, self.names, self.configs)
+            for one in row
+        ]
+
+
+def _groups_along(
+    ranks: RankArray,
+    axes: tuple[Axis, ...],
+    names: tuple[str, ...] | None,
+    configs: Sequence[Override] | None,
+) -> list[list[subgroups.Listed]]:
+    """The groups along each axis, which all ranks make in this order; none along one that is the default group's."""
+    rows = []
+    for dim, axis in enumerate(axes):
+        desc = f"mesh_{names[dim] if names else f'dim_{dim}'}"
+        backend, options = configs[dim] if configs else (None, None)
+        is_world = length(axis) == world.get_world_size() and backend is None and options is None
+        members = [] if is_world else ranks[slice_positions((axis,), ranks.size)].tolist()
+        rows.append([subgroups.Listed(row, backend, options, desc) for row in members])
+    return rows
 
 
 def _select_device(device_type: str) -> None:
@@ -154,22 +201,42 @@ class DeviceMesh:
         _init_backend: bool = True,
         _rank: int | None = None,
     ) -> None:
-        ranks = as_ranks(mesh)
-        names = checked_names(mesh_dim_names, ranks.ndim, "mesh")
-        if backend_override is not None and len(backend_override) != ranks.ndim:
-            raise DistArgumentError(
-                f"backend_override has {len(backend_override)} entries for {ranks.ndim} dimensions"
-            )
-        if _init_backend:
+        def arguments() -> _Arguments:
+            ranks = as_ranks(mesh)
+            names = checked_names(mesh_dim_names, ranks.ndim, "mesh")
+            if backend_override is not None and len(backend_override) != ranks.ndim:
+                raise DistArgumentError(
+                    f"backend_override has {len(backend_override)} entries for {ranks.ndim} dimensions"
+                )
+            return _Arguments(ranks, names, backend_override)
+
+        made: list[str] = []
+        try:
+            self._create(device_type, arguments, _init_backend, _rank, made)
+        except BaseException as e:
+            if _init_backend:
+                subgroups.fail_listed("DeviceMesh", None, lambda: arguments().listed(), made, e)
+            raise
+
+    def _create(
+        self,
+        device_type: str,
+        arguments: Callable[[], _Arguments],
+        has_groups: bool,
+        rank: int | None,
+        made: list[str],
+    ) -> None:
+        """Initialise this mesh; the names of its groups are added to ``made``."""
+        ranks, names, configs = given = arguments()
+        if has_groups:
             _check_world(ranks)
             if device_type in ("cuda", "xpu"):
                 _select_device(device_type)
-        axes = tuple(merged([(size, prod(ranks.shape[dim + 1 :]))]) for dim, size in enumerate(ranks.shape))
-        rank = world.get_rank() if _rank is None else _rank
-        self._lay_out(device_type, ranks.reshape(-1), axes, names, rank, None)
+        own = world.get_rank() if rank is None else rank
+        self._lay_out(device_type, ranks.reshape(-1), given.axes, names, own, None)
         self._groups: tuple[ProcessGroup, ...] | None = None
-        if _init_backend:
-            self._groups = self._make_groups(backend_override)
+        if has_groups:
+            self._groups = self._make_groups(configs, made)
 
     def _lay_out(
         self,
@@ -196,24 +263,15 @@ class DeviceMesh:
         mesh._groups = None
         return mesh
 
-    def _make_groups(self, configs: Sequence[Override] | None) -> tuple[ProcessGroup, ...]:
-        groups = []
-        for dim, axis in enumerate(self._axes):
-            label = self._names[dim] if self._names else f"dim_{dim}"
-            backend, options = configs[dim] if configs else (None, None)
-            groups.append(self._group_along(axis, f"mesh_{label}", backend, options))
-        return tuple(group for group in groups if group is not None)
-
-    def _group_along(self, axis: Axis, desc: str, backend: Any, options: Any) -> ProcessGroup | None:
-        """This rank's group along an axis; all ranks create all groups of the axis, in the same order."""
-        if length(axis) == world.get_world_size() and backend is None and options is None:
-            return world.resolve(None)
-        mine = None
-        for members in self._ranks[slice_positions((axis,), self._ranks.size)].tolist():
-            group = subgroups.new_group(members, backend=backend, pg_options=options, group_desc=desc)
-            if self._rank in members:
-                mine = group
-        return mine
+    def _make_groups(self, configs: Sequence[Override] | None, made: list[str]) -> tuple[ProcessGroup, ...]:
+        """This rank's group along each axis; the names of all of them are added to ``made``."""
+        rows = _groups_along(self._ranks, self._axes, self._names, configs)
+        groups = iter(subgroups.make_listed("DeviceMesh", None, [one for row in rows for one in row], made))
+        mine = []
+        for row in rows:
+            along = {rank: group for one, group in zip(row, groups, strict=False) for rank in one.ranks}
+            mine.append(along.get(self._rank) if row else world.resolve(None))
+        return tuple(group for group in mine if group is not None)
 
     # Layout ---------------------------------------------------------------------------------------------
 
@@ -436,27 +494,57 @@ class DeviceMesh:
             DistArgumentError: the dimensions of the mesh have no names, or the name is in use.
             DistError: as :func:`unicoll.new_group`.
         """
+        made: list[str] = []
+        try:
+            return self._flatten_to(mesh_dim_name, backend_override, made)
+        except BaseException as e:
+            self._fail_flattened(mesh_dim_name, backend_override, made, e)
+            raise
+
+    def _flatten_to(self, mesh_dim_name: str | None, backend_override: Any, made: list[str]) -> DeviceMesh:
+        name, flat = self._flat(mesh_dim_name)
+        if flat is self or self._root._flattened.get(name) is flat:
+            return flat
+        if self._groups is not None:
+            flat._groups = flat._make_groups([override(backend_override)], made)
+        self._root._flattened[name] = flat
+        return flat
+
+    def _flat(self, mesh_dim_name: str | None) -> tuple[str, DeviceMesh]:
+        """The mesh that :meth:`flatten` returns, and its name; without groups if it has not been made."""
         if self._names is None:
             raise DistArgumentError(f"{self!r} cannot be flattened: it was made without mesh_dim_names")
         name = mesh_dim_name or "_".join(self._names)
         if self.ndim == 1 and name in self._names:
-            return self
+            return name, self
         root = self._root
         if name in (root._names or ()):
             raise DistArgumentError(f"mesh_dim_name {name!r} is taken: it is a dimension of {root!r}")
         axis = merged([pair for axis in self._axes for pair in axis])
         known = root._flattened.get(name)
-        if known is not None:
-            if known._axes != (axis,):
-                raise DistArgumentError(
-                    f"mesh_dim_name {name!r} is taken by another flattened mesh, {known!r}"
-                )
-            return known
-        flat = self._derive((axis,), (name,))
-        if self._groups is not None:
-            flat._groups = flat._make_groups([override(backend_override)])
-        root._flattened[name] = flat
-        return flat
+        if known is None:
+            return name, self._derive((axis,), (name,))
+        if known._axes != (axis,):
+            raise DistArgumentError(f"mesh_dim_name {name!r} is taken by another flattened mesh, {known!r}")
+        return name, known
+
+    def _fail_flattened(
+        self, mesh_dim_name: str | None, backend_override: Any, made: list[str], cause: BaseException
+    ) -> None:
+        """Fail the group of :meth:`flatten` after an exception that is no refusal; keep the mesh, as others do."""
+        if not leaves_doubt(cause) or self._groups is None:
+            return
+        with suppress(Exception):  # of wrong arguments, which the other ranks refuse, too
+            name, flat = self._flat(mesh_dim_name)
+            known = self._root._flattened.setdefault(name, flat)
+            if flat is self or (known is flat and flat._groups is not None):
+                return  # nothing was made
+            configs = [override(backend_override)]
+
+            def listed() -> list[subgroups.Listed]:
+                return _groups_along(flat._ranks, flat._axes, flat._names, configs)[0]
+
+            subgroups.fail_listed("DeviceMesh", None, listed, made, cause)
 
     _flatten = flatten  # torch's spelling
 

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 from unicoll.api import objects, world
 from unicoll.backend.contract import Context, Job
 from unicoll.backend.interrupts import leaves_doubt
-from unicoll.errors import DistArgumentError, DistError
-from unicoll.group import backend_choice
+from unicoll.errors import DistArgumentError
+from unicoll.group import backend_choice, resizing
 from unicoll.group.arguments import as_integer, check_ranks
 from unicoll.group.backend_choice import BackendChoice
-from unicoll.group.growth import GrowthRecord
 from unicoll.group.process_group import ProcessGroup
+from unicoll.group.resizing import GrowthRecord
 from unicoll.net.timeouts import Timeout
 
 _LISTED = "new_group()"
 """The kind of the groups that all processes of a job make, by which their names are numbered."""
+
+
+class Listed(NamedTuple):
+    """A group that all processes of a job make with others, in one order: arguments of :func:`new_group`."""
+
+    ranks: Sequence[int]
+    backend: str | None = None
+    options: Any = None
+    desc: str | None = None
 
 
 def _reserve(job: Job, kind: str, names: list[str], count: int = 1) -> None:
@@ -38,21 +46,10 @@ def _reserve(job: Job, kind: str, names: list[str], count: int = 1) -> None:
 
 
 def _failed(names: list[str], group: Any, reserve: Callable[[], object], cause: BaseException) -> None:
-    """Fail the groups that an exception which is no refusal has kept this rank from making: others may have made them.
-
-    Args:
-        names: of these groups; empty if they have not been reserved.
-        group: whose members make them; None is the default group.
-        reserve: reserves the names.
-        cause: the exception.
-    """
+    """:meth:`ProcessGroup.fail_derived`; ``group``: whose members make the groups; None is the default group."""
     parent = world.GroupMember.WORLD if group is None else group
-    if not leaves_doubt(cause) or not isinstance(parent, ProcessGroup):
-        return
-    if not names:
-        with suppress(DistError):  # the other ranks refuse the call
-            reserve()
-    parent.fail_derived(names, cause)
+    if isinstance(parent, ProcessGroup):
+        parent.fail_derived(names, reserve, cause)
 
 
 def _make(
@@ -173,7 +170,9 @@ def new_subgroups(
         DistArgumentError: the group cannot be cut evenly.
     """
 
-    def lists() -> list[list[int]]:
+    names: list[str] = []
+
+    def listed() -> list[Listed]:
         parent = world.member(group, "new_subgroups")
         given = group_size if group_size is not None else parent.job.local_size or parent.size()
         size = as_integer("new_subgroups: group_size", given)
@@ -182,9 +181,15 @@ def new_subgroups(
                 f"new_subgroups: a group of {parent.size()} cannot be cut into groups of {size}"
             )
         ranks = parent.ranks
-        return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+        return [
+            Listed(ranks[i : i + size], backend, pg_options, group_desc) for i in range(0, len(ranks), size)
+        ]
 
-    return _subgroups("new_subgroups", group, lists, timeout, backend, pg_options, group_desc)
+    try:
+        return _with_own(make_listed("new_subgroups", group, listed(), names, timeout))
+    except BaseException as e:
+        fail_listed("new_subgroups", group, listed, names, e)
+        raise
 
 
 def new_subgroups_by_enumeration(
@@ -203,49 +208,61 @@ def new_subgroups_by_enumeration(
         DistArgumentError: no lists, or a rank in two of them.
     """
 
-    def lists() -> Sequence[Sequence[int]]:
+    what = "new_subgroups_by_enumeration"
+    names: list[str] = []
+
+    def listed() -> list[Listed]:
         if not ranks_per_subgroup_list:
             raise DistArgumentError("new_subgroups_by_enumeration: no subgroups given")
         everyone = [r for ranks in ranks_per_subgroup_list for r in ranks]
         if len(set(everyone)) != len(everyone):
             raise DistArgumentError("new_subgroups_by_enumeration: a rank is in two subgroups")
-        return ranks_per_subgroup_list
-
-    what = "new_subgroups_by_enumeration"
-    return _subgroups(what, None, lists, timeout, backend, pg_options, group_desc)
-
-
-def _subgroups(
-    what: str,
-    group: Any,
-    lists: Callable[[], Sequence[Sequence[int]]],
-    timeout: Timeout,
-    backend: str | None,
-    pg_options: Any,
-    group_desc: str | None,
-) -> tuple[Any, list[Any]]:
-    """Groups of the members in ``lists()``; ``group``: of the job."""
-    names: list[str] = []
-
-    def reserve() -> None:
-        _reserve(world.member(group, what).job, _LISTED, names, len(lists()))
+        return [Listed(ranks, backend, pg_options, group_desc) for ranks in ranks_per_subgroup_list]
 
     try:
-        job = world.member(group, what).job
-        default = job.default or world.member(None, what)
-        reserve()
-        members = [sorted(check_ranks("new_group", ranks, job.size)) for ranks in lists()]
-        seconds = world.seconds(timeout, default.timeout)
-        choices = _choices(job, backend, default)
-        mine, made = None, []
-        for name, ranks in zip(names, members, strict=True):
-            made.append(_make(job, name, ranks, choices, seconds, group_desc, pg_options, None, default))
-            if isinstance(made[-1], ProcessGroup):
-                mine = made[-1]
-        return mine, made
+        return _with_own(make_listed(what, None, listed(), names, timeout))
     except BaseException as e:
-        _failed(names, group, reserve, e)
+        fail_listed(what, None, listed, names, e)
         raise
+
+
+def _with_own(made: list[Any]) -> tuple[Any, list[Any]]:
+    """The group of this process, or None, and all of them."""
+    own = [one for one in made if isinstance(one, ProcessGroup)]
+    return own[-1] if own else None, made
+
+
+def make_listed(
+    what: str, group: Any, listed: Sequence[Listed], names: list[str], timeout: Timeout = None
+) -> list[Any]:
+    """Make groups, as by :func:`new_group` one after the other; the caller calls :func:`fail_listed` if that raises.
+
+    Args:
+        what: the function, for errors.
+        group: of the job.
+        names: their names are added to it, before anything can fail on this rank alone.
+    """
+    job = world.member(group, what).job
+    default = job.default or world.member(None, what)
+    _reserve(job, _LISTED, names, len(listed))
+    members = [sorted(check_ranks("new_group", one.ranks, job.size)) for one in listed]
+    seconds = world.seconds(timeout, default.timeout)
+    made = []
+    for name, ranks, one in zip(names, members, listed, strict=True):
+        choices = _choices(job, one.backend, default)
+        made.append(_make(job, name, ranks, choices, seconds, one.desc, one.options, None, default))
+    return made
+
+
+def fail_listed(
+    what: str, group: Any, listed: Callable[[], Sequence[Listed]], names: list[str], cause: BaseException
+) -> None:
+    """Fail the groups of :func:`make_listed`, or of its caller before it, after an exception that is no refusal."""
+
+    def reserve() -> None:
+        _reserve(world.member(group, what).job, _LISTED, names, len(listed()))
+
+    _failed(names, group, reserve, cause)
 
 
 def split_group(
@@ -362,8 +379,29 @@ def grow_group(
         OperationTimeoutError, RankLostError: not all ranks joined.
         GroupAbortedError: the group has failed or was destroyed.
     """
-    if not isinstance(group, type(world.GroupMember.NON_GROUP_MEMBER)):
-        return world.member(group, "grow_group").grow(ranks_to_add, pg_options)
+    records: list[GrowthRecord] = []
+    try:
+        if isinstance(group, type(world.GroupMember.NON_GROUP_MEMBER)):
+            return _join(records, ranks_to_add, pg_options, device_id, timeout)
+        return resizing.grow(world.member(group, "grow_group"), records, ranks_to_add, pg_options)
+    except BaseException as e:
+        parent = world.GroupMember.WORLD if group is None else group
+        if isinstance(parent, ProcessGroup):
+            resizing.fail_grown(parent, records, ranks_to_add, e)
+        elif leaves_doubt(e):  # a rank that has no record yet has changed nothing, and can call this again
+            for record in records:
+                record.fail(world.current("grow_group"), e)
+        raise
+
+
+def _join(
+    records: list[GrowthRecord],
+    ranks_to_add: Sequence[int],
+    pg_options: Any,
+    device_id: Any,
+    timeout: Timeout,
+) -> ProcessGroup:
+    """:func:`grow_group` on an added rank; the record of the group is added to ``records``."""
     job = world.current("grow_group")
     added = check_ranks("grow_group", ranks_to_add, job.size)
     if job.rank not in added:
@@ -372,13 +410,12 @@ def grow_group(
         raise DistArgumentError(
             "grow_group: with backend fake a rank cannot be added to a group: there are no other processes"
         )
-    limit = world.seconds(timeout, job.default.timeout)
-    record = GrowthRecord.receive(job.store, job.rank, added, limit)
+    GrowthRecord.receive(job.store, job.rank, added, world.seconds(timeout, job.default.timeout), records)
+    record = records[0]
     same = record.backends == job.default.backend_config
     choices = job.default.choices if same else _choices(job, record.backends, job.default)
     device = job.default.bound_device_id if device_id is None else device_id
-    context = Context(job, record.name, record.ranks, record.timeout, pg_options, device, desc=record.desc)
-    return ProcessGroup.create(context, choices, grown=True)
+    return ProcessGroup.create(record.context(job, pg_options, device), choices, grown=True)
 
 
 def shrink_group(
@@ -402,4 +439,11 @@ def shrink_group(
         DistArgumentError: no rank is excluded, or the caller, or a rank that is not in the group.
         OperationTimeoutError, RankLostError: not all remaining members joined.
     """
-    return world.member(group, "shrink_group").shrink(ranks_to_exclude, pg_options)
+    names: list[str] = []
+    try:
+        return resizing.shrink(world.member(group, "shrink_group"), names, ranks_to_exclude, pg_options)
+    except BaseException as e:
+        parent = world.GroupMember.WORLD if group is None else group
+        if isinstance(parent, ProcessGroup):
+            resizing.fail_shrunk(parent, names, ranks_to_exclude, e)
+        raise

@@ -7,11 +7,13 @@ methods. Methods of a kind are functions of a module of their own: :mod:`unicoll
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.contract import Backend, Context, Job
+from unicoll.backend.interrupts import leaves_doubt
 from unicoll.backend.operation_errors import announce, member_failed_error
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import (
@@ -24,16 +26,15 @@ from unicoll.backend.options import (
 from unicoll.backend.status import Status
 from unicoll.backend.work import Work
 from unicoll.errors import DistArgumentError, DistTypeError, GroupAbortedError
-from unicoll.group import collective_methods, memory_methods
-from unicoll.group.arguments import as_integer, check_ranks
+from unicoll.group import collective_methods, memory_methods, resizing
+from unicoll.group.arguments import as_integer
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
 from unicoll.group.dispatcher import Dispatcher
-from unicoll.group.growth import GrowthRecord
 from unicoll.group.registry import BackendType
+from unicoll.group.resizing import GrowthRecord
 from unicoll.net import logs
-from unicoll.net.formatting import rank_spans
 from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
@@ -196,38 +197,21 @@ class ProcessGroup:
 
     def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.shrink_group` of this group: the remaining members call it and get a group of their own."""
-        context = self._context
-        excluded = sorted(check_ranks("shrink_group", ranks_to_exclude, context.size))
-        if context.rank in excluded:
-            raise DistArgumentError(
-                "shrink_group: the caller is among the excluded ranks, who do not call it"
-            )
-        left = tuple(r for i, r in enumerate(context.ranks) if i not in excluded)
-        name = self._name_without([context.ranks[r] for r in excluded], left)
-        if context.job.control is not None:
-            context.job.control.await_relay_loss([context.ranks[r] for r in excluded])
-        return self._derive(name, left, pg_options, excluded=excluded)
+        names: list[str] = []
+        try:
+            return resizing.shrink(self, names, ranks_to_exclude, pg_options)
+        except BaseException as e:
+            resizing.fail_shrunk(self, names, ranks_to_exclude, e)
+            raise
 
     def grow(self, ranks_to_add: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.grow_group` of this group, on its members."""
-        context = self._context
-        added = check_ranks("grow_group", ranks_to_add, context.job.size)
-        present = [r for r in added if r in context.ranks]
-        if present:
-            raise DistArgumentError(f"grow_group: ranks {present} are in group {context.name!r} already")
-        if self._backends.closed:
-            raise GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
-        record = GrowthRecord(
-            f"{context.name}/grown-{self.next_child()}",
-            (*context.ranks, *added),
-            context.size,
-            context.timeout,
-            context.desc,
-            self.backend_config,
-        )
-        if context.rank == 0:
-            record.send(context.job.store)
-        return self._derive(record.name, record.ranks, pg_options, grown=True)
+        records: list[GrowthRecord] = []
+        try:
+            return resizing.grow(self, records, ranks_to_add, pg_options)
+        except BaseException as e:
+            resizing.fail_grown(self, records, ranks_to_add, e)
+            raise
 
     def _derive(
         self,
@@ -254,19 +238,21 @@ class ProcessGroup:
         self._backends.children += 1
         return self._backends.children
 
-    def _name_without(self, excluded: Sequence[int], left: tuple[int, ...]) -> str:
-        """The name of a group of the members ``left``, equal on them: the excluded ranks do not count this call."""
-        shrinks = self._backends.shrinks
-        shrinks[left] += 1
-        spans = [f"{low}-{high}" if high > low else f"{low}" for low, high in rank_spans(excluded)]
-        times = f".{shrinks[left]}" if shrinks[left] > 1 else ""
-        return f"{self.name}/without-{','.join(spans)}{times}"
+    def fail_derived(self, names: list[str], reserve: Callable[[], object], cause: BaseException) -> None:
+        """Fail groups that members of this one make, on all of them, if an exception is no refusal.
 
-    def fail_derived(self, names: Sequence[str], cause: BaseException) -> None:
-        """Fail groups that members of this one make, on all of them, because of an exception on this rank."""
-        for name in names:
-            context = replace(self._context, name=name)
-            announce(context, member_failed_error(context, "creating", cause))
+        Args:
+            names: of these groups; empty if they have not been reserved.
+            reserve: reserves them.
+            cause: the exception, which ends the call on this rank.
+        """
+        if leaves_doubt(cause):
+            if not names:
+                with suppress(Exception):  # of wrong arguments, which the other ranks refuse, too
+                    reserve()
+            for name in names:
+                context = replace(self._context, name=name)
+                announce(context, member_failed_error(context, "creating", cause))
 
     def leave_out(self, choices: Sequence[BackendChoice]) -> None:
         """Take part in making a group of other members of this one; all members do."""
