@@ -333,8 +333,7 @@ def operations(of: Library) -> dict[str, Operation]:
 
 UNICOLL = Library()
 OPERATIONS = operations(UNICOLL)
-ON_HOSTS: dict[str, Operation] = {
-    **OPERATIONS,
+CREATIONS = {
     "new_group": creation(new_group),
     "split_group": creation(split),
     "new_subgroups": creation(subgroups),
@@ -342,6 +341,10 @@ ON_HOSTS: dict[str, Operation] = {
     "flatten": creation(flattened),
     "shrink_group": creation(shrink),
     "grow_group": creation(grow),
+}
+ON_HOSTS: dict[str, Operation] = {
+    **OPERATIONS,
+    **CREATIONS,
     "destroy": destroy,
     "symmetric_empty": symmetric,
 }

@@ -157,7 +157,7 @@ def test_an_mpi_thread_that_fails_fails_its_group(level: str) -> None:
 def test_an_interrupted_rank(size: int) -> None:
     """The library itself cannot be interrupted: where ranks wait in its blocking collectives, they end the job."""
     # no group can follow an interrupted creation; symmetric memory is gloo's
-    without = {"new_group", "symmetric_empty"}
+    without = {*interrupt_jobs.CREATIONS, "symmetric_empty"}
     if library().name == "openmpi":
         without |= {"all_reduce large", "all_gather"}
     names = [name for name in interrupt_jobs.ON_HOSTS if name not in without]
