@@ -158,8 +158,9 @@ class ProgressEngine:
     def _serve(self) -> None:
         while self._wakeups.get():
             while True:
-                if self._engine.has_queued_connects:
-                    self._engine.connect_pending()
+                connects = self._engine.has_queued_connects
+                self._engine.connect_pending()
+                if connects:
                     # A caller that runs progress sleeps on other connections; its send may have left on the new one.
                     self._waker.wake()
                 with self._lock:

@@ -37,24 +37,36 @@ class SharedSegment:
     once all ranks have mapped the segment.
 
     Attributes:
-        descriptor: of the memfd; -1 once it is closed.
-        memory: the whole mapping; user data starts at ``SharedSegment.START``.
+        descriptor: of the memfd, which the segment closes; -1 once it is closed.
+        memory: the whole mapping, once it is mapped; user data starts at ``SharedSegment.START``.
         address: start address of the mapping in this process.
     """
 
     START = 4096
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        self.address = 0
+        self.memory = memoryview(b"")
+
+    # An exception of a signal's handler may end the creation of the segment, or its publication, at any point.
+    def __del__(self) -> None:
+        self.close_descriptor()
+
+    def map(self, size: int) -> None:
+        """Map the memory.
+
+        Raises:
+            OSError: there is not enough.
+        """
+        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.descriptor, 0)
         if address == ctypes.c_void_p(-1).value:
             error = ctypes.get_errno()
-            os.close(descriptor)
             raise OSError(error, os.strerror(error))
         block = (ctypes.c_ubyte * size).from_address(address)
         # mmap.mmap keeps a descriptor, and does not close while the traceback of an error holds a view
         weakref.finalize(block, _munmap, address, size).atexit = False
-        self.address: int = address
+        self.address = address
         self.memory = memoryview(block).cast("B")
 
     def close_descriptor(self) -> None:
@@ -123,14 +135,11 @@ def create_private(size: int) -> SharedSegment:
 
 
 def _create(size: int) -> SharedSegment:
-    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-    try:
-        os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, size)
-    except BaseException:  # OverflowError for a size that no file can have
-        os.close(descriptor)
-        raise
-    return SharedSegment(descriptor, size)
+    segment = SharedSegment(os.memfd_create(_NAME, os.MFD_CLOEXEC))
+    os.fchmod(segment.descriptor, 0o600)
+    os.ftruncate(segment.descriptor, size)
+    segment.map(size)
+    return segment
 
 
 def open_published(context: Context, name: str, check: Callable[[], None]) -> SharedSegment | None:
@@ -182,20 +191,18 @@ def open_offer(location: dict[str, Any]) -> SharedSegment:
         ) from error
     if not same_boot:
         raise FileNotFoundError(errno.ENOENT, "the segment is on another machine")
-    descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    status = os.fstat(descriptor)
+    segment = SharedSegment(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    status = os.fstat(segment.descriptor)
     is_own_memfd = (
         status.st_uid == os.geteuid()  # root can open those of others
         and status.st_nlink == 0
-        and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
+        and os.readlink(f"/proc/self/fd/{segment.descriptor}") == f"/memfd:{_NAME} (deleted)"
     )
     # Touching a mapping beyond the end of the file raises SIGBUS.
-    if not is_own_memfd or status.st_size != size or size < _TOKEN or len(token) != _TOKEN:
-        os.close(descriptor)
-        raise FileNotFoundError(errno.ENOENT, "not a shared segment of this library")
-    segment = SharedSegment(descriptor, size)
-    if segment.memory[:_TOKEN] != token:
-        segment.close()
-        raise FileNotFoundError(errno.ENOENT, "not a shared segment of this library")
+    if is_own_memfd and status.st_size == size and size >= _TOKEN and len(token) == _TOKEN:
+        segment.map(size)
+    found = segment.memory[:_TOKEN] == token
     segment.close_descriptor()
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "not a shared segment of this library")
     return segment
