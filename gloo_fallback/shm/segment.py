@@ -43,6 +43,7 @@ class SharedSegment:
     """
 
     START = 4096
+    descriptor = -1
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
