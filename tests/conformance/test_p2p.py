@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -190,7 +191,7 @@ class _DoneAsTimeRunsOut:
 def test_an_operation_that_is_done_as_a_tick_ends_is_no_timeout() -> None:
     room: Any = SimpleNamespace(pending=lambda: False)
     driver = ProgressEngine(room, spins=0)
-    letter: Any = SimpleNamespace(completion=_DoneAsTimeRunsOut())
+    letter: Any = SimpleNamespace(completion=_DoneAsTimeRunsOut(), deadline=math.inf)
     acquired, ended = threading.Event(), threading.Event()
 
     def drive() -> None:
