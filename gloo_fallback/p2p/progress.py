@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 log = logs.logger("gloo")
 
-_TICK_S, _SLACK_S = 0.1, 1.0
+_TICK_S = 0.1
+_SLACK_S = 1.0
+"""How long after its deadline the thread that runs progress may end an operation; then a waiting thread does."""
 _EVENTS = 64
 _POLLS = 4
 """Number of polls of a ring that take as long as one poll of a socket."""
@@ -82,9 +84,8 @@ class ProgressEngine:
                         completion.wait(_TICK_S)
                     except OperationTimeoutError:  # not done in this tick
                         now = time.monotonic()
-                        if (
-                            now >= pending.deadline + _SLACK_S
-                        ):  # the thread that runs progress does not check it
+                        # The thread that runs progress has not checked it: it may never go on.
+                        if now >= pending.deadline + _SLACK_S:
                             self._engine.check_deadlines(now)
         except BaseException as e:
             self.give_back(held)

@@ -200,9 +200,10 @@ def open_offer(location: dict[str, Any]) -> SharedSegment:
         and os.readlink(f"/proc/self/fd/{segment.descriptor}") == f"/memfd:{_NAME} (deleted)"
     )
     # Touching a mapping beyond the end of the file raises SIGBUS.
-    if is_own_memfd and status.st_size == size and size >= _TOKEN and len(token) == _TOKEN:
+    found = is_own_memfd and status.st_size == size and size >= _TOKEN and len(token) == _TOKEN
+    if found:
         segment.map(size)
-    found = segment.memory[:_TOKEN] == token
+        found = segment.memory[:_TOKEN] == token
     segment.close_descriptor()
     if not found:
         raise FileNotFoundError(errno.ENOENT, "not a shared segment of this library")

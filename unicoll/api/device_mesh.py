@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -130,11 +131,8 @@ class _Arguments(NamedTuple):
 
     def listed(self) -> list[subgroups.Listed]:
         """The groups of all dimensions."""
-        return [
-            one
-            for row in _groups_along(self.ranks.reshape(-1), self.axes, self.names, self.configs)
-            for one in row
-        ]
+        rows = _groups_along(self.ranks.reshape(-1), self.axes, self.names, self.configs)
+        return [*chain.from_iterable(rows)]
 
 
 def _groups_along(
@@ -266,7 +264,7 @@ class DeviceMesh:
     def _make_groups(self, configs: Sequence[Override] | None, made: list[str]) -> tuple[ProcessGroup, ...]:
         """This rank's group along each axis; the names of all of them are added to ``made``."""
         rows = _groups_along(self._ranks, self._axes, self._names, configs)
-        groups = iter(subgroups.make_listed("DeviceMesh", None, [one for row in rows for one in row], made))
+        groups = iter(subgroups.make_listed("DeviceMesh", None, [*chain.from_iterable(rows)], made))
         mine = []
         for row in rows:
             along = {rank: group for one, group in zip(row, groups, strict=False) for rank in one.ranks}

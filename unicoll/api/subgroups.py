@@ -45,10 +45,16 @@ def _reserve(job: Job, kind: str, names: list[str], count: int = 1) -> None:
     job.named[kind] = before + count
 
 
+def _parent(group: Any) -> ProcessGroup | None:
+    """The group that a function makes others from; None if there is none, or this rank is not in it."""
+    found = world.GroupMember.WORLD if group is None else group
+    return found if isinstance(found, ProcessGroup) else None
+
+
 def _failed(names: list[str], group: Any, reserve: Callable[[], object], cause: BaseException) -> None:
     """:meth:`ProcessGroup.fail_derived`; ``group``: whose members make the groups; None is the default group."""
-    parent = world.GroupMember.WORLD if group is None else group
-    if isinstance(parent, ProcessGroup):
+    parent = _parent(group)
+    if parent is not None:
         parent.fail_derived(names, reserve, cause)
 
 
@@ -385,8 +391,8 @@ def grow_group(
             return _join(records, ranks_to_add, pg_options, device_id, timeout)
         return resizing.grow(world.member(group, "grow_group"), records, ranks_to_add, pg_options)
     except BaseException as e:
-        parent = world.GroupMember.WORLD if group is None else group
-        if isinstance(parent, ProcessGroup):
+        parent = _parent(group)
+        if parent is not None:
             resizing.fail_grown(parent, records, ranks_to_add, e)
         elif leaves_doubt(e):  # a rank that has no record yet has changed nothing, and can call this again
             for record in records:
@@ -443,7 +449,7 @@ def shrink_group(
     try:
         return resizing.shrink(world.member(group, "shrink_group"), names, ranks_to_exclude, pg_options)
     except BaseException as e:
-        parent = world.GroupMember.WORLD if group is None else group
-        if isinstance(parent, ProcessGroup):
+        parent = _parent(group)
+        if parent is not None:
             resizing.fail_shrunk(parent, names, ranks_to_exclude, e)
         raise

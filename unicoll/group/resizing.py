@@ -178,7 +178,7 @@ def grow(
 
 
 def fail_grown(
-    group: Any, records: list[GrowthRecord], ranks_to_add: Sequence[int], cause: BaseException
+    group: ProcessGroup, records: list[GrowthRecord], ranks_to_add: Sequence[int], cause: BaseException
 ) -> None:
     """Fail the group of :func:`grow`, or of its caller before it, after an exception that is no refusal.
 
