@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.launcher.launching import LaunchFolder, environment
+from tests.support.order import await_true
 from tests.support.ranks import reserved_port
 from unicoll.backend import Job
 from unicoll.bootstrap import launchers, rendezvous_protocol, store_locations
@@ -121,6 +123,20 @@ def members(size: int, **arguments: Any) -> list[dict[str, Any]]:
 # --- by address -----------------------------------------------------------------------------------------------------
 
 
+def is_free(host: str, port: int) -> bool:
+    """True if no server listens on a port of any address of a host."""
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+                probe.listen()
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return False
+    return True
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_tcp(pool: ProcessPoolExecutor, host: str, port: int) -> None:
     if host == "[::1]" and not Path("/proc/net/if_inet6").exists():
@@ -134,6 +150,8 @@ def test_tcp(pool: ProcessPoolExecutor, host: str, port: int) -> None:
         assert "rank 2 of 3: from arguments" in notes
         assert f"store: {url} (init_method), hosted by rank 0" in notes
         assert "secret: none was given" in notes
+        # the server ends once it has noticed that its last client has closed its connection
+        await_true(lambda: is_free(host.strip("[]"), port))
 
 
 ENV = {"MASTER_ADDR": "localhost", "MASTER_PORT": "<port>", **SECRET}

@@ -53,17 +53,19 @@ class Failures:
         self._rank = rank
         self._lost: set[int | None] = set()
         self._texts: set[str] = set()
+        self._lock = threading.Lock()
 
     def add(self, error: DistError) -> None:
         """Log an error once: several groups fail because of one deadlock or one lost rank."""
-        if isinstance(error, RankLostError):
-            if error.rank in self._lost:
-                return
-            self._lost.add(error.rank)
-        if str(error) not in self._texts:
-            self._texts.add(str(error))
-            log.error("rank %d: %s", self._rank, error)
-            self.new.append(error)
+        with self._lock:  # who comes second returns once the error is logged, after which the process may end
+            if isinstance(error, RankLostError):
+                if error.rank in self._lost:
+                    return
+                self._lost.add(error.rank)
+            if str(error) not in self._texts:
+                self._texts.add(str(error))
+                log.error("rank %d: %s", self._rank, error)
+                self.new.append(error)
 
 
 class WatchedBackend(ObservedBackend):
@@ -220,6 +222,9 @@ class WatchedBackend(ObservedBackend):
                     self.state.announce(lost)
             cause = self._difference or self.state.error
             if cause is not None:
+                # The control thread, which has set it, may not have logged it before this error ends the process.
+                if not self.closed:
+                    self._log(cause)
                 add_note = getattr(error, "add_note", lambda text: None)  # from Python 3.11 on
                 add_note(f"unicoll: {cause}")
 
