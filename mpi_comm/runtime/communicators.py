@@ -12,6 +12,7 @@ from typing import Any
 from mpi_comm.runtime.cuda_aware import CudaAwareness, group_awareness
 from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.backend import Context, Job
+from unicoll.backend.operation_errors import announce
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistBackendError, DistError
 
 _TOKEN = 16
@@ -125,11 +126,14 @@ class WorldRanks:
         in_order = len(processes) == mpi.size
         with mpi.creation_lock:
             if mpi.interrupted_creation and in_order:
-                raise DistBackendError(
+                error = DistBackendError(
                     f"group {context.name!r}: MPI can create no more communicators of all processes, because the"
                     f" creation of that of group {mpi.interrupted_creation!r} was interrupted",
                     group=context.name,
                 )
+                # A rank that the failure of that group reached before the end of its check does not know this, and
+                # would wait in the check of this one.
+                raise announce(context, error)
             try:
                 self._check_members(parent, processes, context, wait)
             except DistError:

@@ -23,6 +23,7 @@ from tests.support.interrupts import Interrupt
 from tests.support.order import PATIENCE_S, await_true, await_word, send_word
 from tests.support.outcomes import failure_of
 from tests.support.worker import Failure, send_note
+from unicoll.backend import Context
 
 
 def _injected(*args: Any) -> Any:
@@ -77,8 +78,11 @@ def messages_after_a_group(size: int) -> float:
     return float(received.max())
 
 
-def interrupted_creation(where: str) -> list[Failure | None]:
-    """Rank 0 is interrupted in the creation of a communicator: the errors of it, of the next, and of another group."""
+def interrupted_creation(where: str, in_check: bool) -> list[Failure | None]:
+    """Rank 0 is interrupted in the creation of a communicator: the errors of it, of the next, and of another group.
+
+    With ``in_check`` the failure of the first group reaches rank 1 before the end of its check of the members.
+    """
     real = getattr(WorldRanks, where)
 
     def interrupted(*arguments: Any) -> Any:
@@ -86,11 +90,19 @@ def interrupted_creation(where: str) -> list[Failure | None]:
             real(*arguments)
         raise Interrupt("injected")
 
+    def failed(ranks: WorldRanks, parent: Any, processes: list[int], context: Context, wait: Any) -> None:
+        real(ranks, parent, processes, context, wait)
+        failure = context.job.control.group_failure(context.name, PATIENCE_S)
+        assert failure is not None
+        raise failure
+
     def make_and_use() -> None:
         dist.barrier(dist.new_group())
 
     if dist.get_rank() == 0:
         setattr(WorldRanks, where, interrupted)
+    elif in_check:
+        setattr(WorldRanks, where, failed)
     failures: list[Failure | None] = []
     try:
         failures.append(failure_of(make_and_use))

@@ -104,13 +104,15 @@ def test_a_message_to_a_group_that_was_destroyed_reaches_no_other(
     assert pool(2).run(mpi_fault_jobs.messages_after_a_group, size) == [0.0, 7.0]
 
 
-@pytest.mark.parametrize("where", ["communicator", "_check_members"])
-def test_an_interrupted_creation(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "in_check"), [("communicator", False), ("_check_members", False), ("_check_members", True)]
+)
+def test_an_interrupted_creation(where: str, in_check: bool) -> None:
     """MPI matches creations in their order: none can follow one that only some ranks may have begun."""
     with MpiJob(2, backend="mpi") as job:
         job.call(enter)
         job.results()
-        job.call(mpi_fault_jobs.interrupted_creation, where)
+        job.call(mpi_fault_jobs.interrupted_creation, where, in_check)
         first, second = job.results()
     assert first[0] is None
     assert second[0].type == "GroupAbortedError"
