@@ -30,6 +30,7 @@ from gloo_fallback.p2p.progress import ProgressEngine
 from gloo_fallback.shm.ring_buffer import RingReader
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
 from unicoll.backend import Call, operation_errors
+from unicoll.backend.callback_thread import CallbackThread
 from unicoll.backend.endpoint import MESSAGES, Endpoint
 from unicoll.backend.group_state import GroupState
 from unicoll.backend.interrupts import leaves_doubt, mark_unchanged
@@ -82,12 +83,13 @@ class P2PEngine:
         self._in_flight: set[PendingMessage] = set()  # what has not ended, wherever an interrupt has left it
         self._matcher: MessageMatcher[PendingMessage, IncomingMessage] = MessageMatcher(context.size)
         self._connector = Connector(self, endpoint)
-        # ended operations and their errors, reported once the lock is released
+        # operations that the group's failure ends, and its error, until they are finished
         self._ended: deque[tuple[PendingMessage, BaseException | None]] = deque()
         # dropped connections: the peer, the operations that needed the connection, the error
         self._dropped: deque[tuple[int, list[PendingMessage], Exception | None]] = deque()
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._progress = ProgressEngine(self, spins)
+        self._callbacks = CallbackThread("unicoll-callbacks")
         self._closed = False
         self._turn = 0  # the connection that the next receive from any source polls first
         endpoint.listen(context.name, self.add_connection)
@@ -101,7 +103,7 @@ class P2PEngine:
         owner = self._progress.owner
         pending = None
         try:
-            posted = PendingMessage(call, None)
+            posted = PendingMessage(call)
             self._accept(posted)
             pending = posted
             if not pending.completion.done():
@@ -144,7 +146,7 @@ class P2PEngine:
             completion = HostCompletion((call,))
             completion.finish()
             return completion
-        pending = PendingMessage(call, self._progress.until_done)
+        pending = PendingMessage(call, self._progress.until_done, self._callbacks)
         self._accept(pending)
         if not pending.completion.done():
             self._progress.wake_thread()
@@ -152,7 +154,7 @@ class P2PEngine:
 
     def iprobe(self, call: Call) -> bool:
         """True if a message that a probe matches has come; ``call`` is the probe."""
-        pending = PendingMessage(call, None)
+        pending = PendingMessage(call)
         with self.lock:
             self.state.check()
             if self._matcher.post_probe(pending):
@@ -193,7 +195,7 @@ class P2PEngine:
         if call.op is PROBE or not self._matcher.empty(call.peer):
             return False
         rings = self._rings(call.peer)
-        if not rings or self._progress.owner:  # of another thread, or of this one in a callback
+        if not rings or self._progress.owner:  # of another thread, or of this one (see until_done)
             return False
         taken = False
         try:
@@ -483,14 +485,11 @@ class P2PEngine:
 
     def finish(self, pending: PendingMessage, error: BaseException | None = None) -> None:
         """Finish a send whose data has left, or a receive."""
-        if pending.background:
-            self._ended.append((pending, error))  # its callbacks must run without the lock
-        else:
-            pending.completion.finish(error)
-            self._in_flight.discard(pending)
+        pending.completion.finish(error)
+        self._in_flight.discard(pending)
 
     def report_completed(self) -> None:
-        """Finish the completions of ended operations; called without the lock."""
+        """Finish what the group's failure, or the end of a connection, has ended; called without the lock."""
         # An entry is removed once it is finished, so an interrupt loses none. Another thread may finish it, too.
         while self._ended or self._dropped:
             try:
@@ -627,12 +626,7 @@ class P2PEngine:
     @property
     def has_callbacks(self) -> bool:
         """True if callbacks are attached to messages in flight."""
-        with self.lock:
-            pending = [*self._matcher.posted, *self._connector.queue]
-            pending += [
-                p for c in self.open.values() for p in (*c.sender.outbox, _receiver(c)) if p is not None
-            ]
-            return any(p.completion.has_callbacks for p in pending)
+        return self._callbacks.pending
 
     def drain(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for pending sends."""
@@ -647,6 +641,7 @@ class P2PEngine:
             self._closed = True  # a connection that arrives from now on would not be ended
         self.abort()
         self._progress.close()
+        self._callbacks.close()
         return not unsent
 
     def _unsent(self) -> bool:

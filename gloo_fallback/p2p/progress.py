@@ -71,7 +71,7 @@ class ProgressEngine:
     def until_done(self, pending: PendingMessage) -> None:
         """Run progress until ``pending`` is done, or wait for it while another thread runs progress."""
         completion = pending.completion
-        # in a callback of an operation that this thread has ended
+        # in a callback of a collective that this thread has ended, because it has failed the group
         held = self.owner != 0 and self.owner == get_ident()
         try:
             while not completion.done():

@@ -18,6 +18,7 @@ from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
 from mpi_comm.p2p.matcher import EAGER_LIMIT, PACK, RequestMatcher
 from mpi_comm.p2p.requests import PendingRequest
 from unicoll.backend import Call, operation_errors
+from unicoll.backend.callback_thread import CallbackThread
 from unicoll.backend.interrupts import leaves_doubt, mark_unchanged
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistBackendError, DistError, OperationTimeoutError
@@ -53,6 +54,7 @@ class MPIP2PEngine:
         self._thread_lock = threading.Lock()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
         self._thread = LazyThread(f"unicoll-{context.name}-messages")
+        self._callbacks = CallbackThread(f"unicoll-{context.name}-callbacks")
         self._closed = False
         self._checked_at = 0.0
         self._departed_at: dict[int, float] = {}
@@ -73,7 +75,7 @@ class MPIP2PEngine:
 
     def post(self, call: Call) -> HostCompletion:
         """Send or receive in the background."""
-        request = self._accept(call)
+        request = self._accept(call, self._callbacks)
         if not request.completion.done():
             self._wake_thread()
         return request.completion
@@ -94,9 +96,9 @@ class MPIP2PEngine:
             return True
         return False
 
-    def _accept(self, call: Call) -> PendingRequest:
+    def _accept(self, call: Call, callbacks: CallbackThread | None = None) -> PendingRequest:
         self._state.check()
-        request = PendingRequest(call)
+        request = PendingRequest(call, callbacks)
         if self._mpi.mpi_thread is None:
             self._matcher.start(request)
         else:
@@ -137,7 +139,8 @@ class MPIP2PEngine:
             raise
 
     def _wait_for(self, completion: HostCompletion) -> None:
-        outer = self._owner == get_ident()  # in a callback of an operation that this thread has ended
+        # in a callback of a collective that this thread has ended, because it has failed the group
+        outer = self._owner == get_ident()
         try:
             while not completion.done():
                 if not outer and self._acquire(0.0):
@@ -298,7 +301,7 @@ class MPIP2PEngine:
     @property
     def has_callbacks(self) -> bool:
         """True if callbacks are attached to messages in flight."""
-        return any(request.completion._callbacks for request in self._matcher.pending_requests())
+        return self._callbacks.pending
 
     def abort(self) -> None:
         """Make all pending operations raise the error with which the group has ended."""
@@ -326,4 +329,5 @@ class MPIP2PEngine:
         self._closed = True
         self._wakeups.put(False)
         self._thread.join(2.0)
+        self._callbacks.close()
         return self._matcher.idle

@@ -108,6 +108,29 @@ def all_reduce(of: Library, count: int, async_op: bool = False, strided: bool = 
     return step
 
 
+def future(of: Library) -> Operation:
+    """The future of a receive ends, whatever becomes of the thread that has received the message."""
+
+    def step(group: Any, k: int) -> Step | None:
+        y = of.full(8, 0.0)
+        if me(group) == 1:
+            return lambda: of.dist.send(of.full(8, float(k)), VICTIM, group=group), _nothing
+        if me(group) != VICTIM:
+            return None
+
+        def call() -> None:
+            work = must(of.dist.irecv(y, 1, group=group))
+            made = work.get_future()
+            try:
+                work.synchronize()
+            finally:
+                await_true(made.done)
+
+        return call, _nothing
+
+    return step
+
+
 def all_gather(of: Library) -> Operation:
     """Of uneven sizes."""
 
@@ -318,6 +341,7 @@ def operations(of: Library) -> dict[str, Operation]:
         "all_reduce async": all_reduce(of, SMALL, True),
         "all_reduce strided": all_reduce(of, 5, strided=True),
         "all_reduce strided async": all_reduce(of, 5, True, True),
+        "future": future(of),
         "all_gather": all_gather(of),
         "all_gather_object": objects(of),
         "barrier": barrier(of),

@@ -380,7 +380,8 @@ def test_a_send_that_a_receive_has_ended_is_reported() -> None:
     for i in range(parts):
         dist.recv(x, 1)
         assert (x == i).all()
-    assert ended, "the receives did not report the end of the send"
+    assert work.is_completed(), "the receives did not report the end of the send"
+    await_true(lambda: ended)
     del progress.wake_thread
 
 

@@ -707,8 +707,9 @@ def test_two_threads_may_finish_one_operation() -> None:
     work = PendingWork((Call(OPS["barrier"], (), (), 1.0),), 1, 1, 1, False)
     called: list[bool] = []
     work.callbacks = _Contested([lambda: called.append(True)])
-    work.finish()
-    work.finish()
+    for _ in range(2):
+        work.finish()
+        work.run_callbacks()
     assert called == [True]
 
 
@@ -757,3 +758,21 @@ def test_the_watchdog_takes_no_operation_for_ended_that_has_not(streams: list[in
     first_left = next(i for i in range(4) if i not in ended)
     assert [work.event for work in in_flight.operations] == made[first_left:]
     assert not any(work.done for work in in_flight.operations)
+
+
+def test_callbacks_run_on_the_watchdogs_thread() -> None:
+    """Not on that of the program, where an exception of a signal's handler could end them."""
+    in_flight, events, made = _in_flight([7])
+    events.done.update(made)
+    (work,) = in_flight.operations
+    called: list[int] = []
+    assert work.add_callback(lambda: called.append(threading.get_ident()))
+    assert in_flight.is_done(work)
+    assert in_flight.has_callbacks
+    assert not called
+    watchdog = threading.Thread(target=in_flight.reap)
+    watchdog.start()
+    ident = watchdog.ident
+    watchdog.join()
+    assert called == [ident]
+    assert not in_flight.has_callbacks

@@ -19,6 +19,7 @@ from unicoll.net.timeouts import Timeout, to_seconds
 
 if TYPE_CHECKING:
     from unicoll.backend.call import Call
+    from unicoll.backend.callback_thread import CallbackThread
     from unicoll.backend.flight_recorder import PendingEntry
 
 
@@ -73,6 +74,7 @@ class HostCompletion(Completion):
         calls: the batch.
         before_wait: called with this object by a thread before it waits without a timeout; it may execute the batch, or
             wait itself.
+        callback_thread: runs the callbacks if the program's thread may end the batch; else the thread that does.
         begun: start time on the clock of ``time.perf_counter`` if the batch is timed, else 0.
     """
 
@@ -83,6 +85,7 @@ class HostCompletion(Completion):
     _entries: Sequence[PendingEntry] = ()
     _started = 0.0
     before_wait: Callable[[HostCompletion], None] | None = None
+    callback_thread: CallbackThread | None = None
     begun = 0.0
 
     def __init__(self, calls: tuple[Call, ...]) -> None:
@@ -126,10 +129,15 @@ class HostCompletion(Completion):
                 self._done_lock.release()
             except RuntimeError:
                 pass  # see _acquire
-        if self._callbacks:
-            self._run_callbacks()
+            finally:
+                if self._callbacks:
+                    if self.callback_thread is not None:
+                        self.callback_thread.ended.put(self)
+                    else:
+                        self.run_callbacks()
 
-    def _run_callbacks(self) -> None:
+    def run_callbacks(self) -> None:
+        """Call the callbacks that no thread has called."""
         with entered(NotBlocked()):
             while self._callbacks:
                 try:
@@ -140,7 +148,7 @@ class HostCompletion(Completion):
                 try:
                     callback()
                 except BaseException:  # of a signal's handler: the others are called, too
-                    self._run_callbacks()
+                    self.run_callbacks()
                     raise
 
     def done(self) -> bool:
@@ -201,6 +209,8 @@ class HostCompletion(Completion):
         return bool(self._callbacks)
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
+        if self.callback_thread is not None and not self._done:
+            fn = self.callback_thread.attach(fn)
         self._callbacks.append(fn)
         if self._done and self._callbacks:
             try:
@@ -362,7 +372,7 @@ class Work:
         self.wait()
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
-        """Call ``fn()`` once when the operation has ended, on the thread that ends it; at once if it has ended.
+        """Call ``fn()`` once when the operation has ended, on a thread of the library; at once if it has ended.
 
         Operations of the same group that ``fn`` starts come before those that are queued behind this one. An exception
         of ``fn`` is logged.

@@ -159,15 +159,19 @@ class PendingWork:
             return not self.done
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the batch: release the arrays and call the callbacks; only the first call has an effect."""
+        """End the batch and release the arrays; only the first call has an effect."""
         with _FINISH_LOCK:
             if self.done:
                 return
             self.error = self.error or error
             self.done = True
-            callbacks, self.callbacks = self.callbacks, []
         self.release()
         flight_recorder.end(self.entries, self.error)
+
+    def run_callbacks(self) -> None:
+        """Call the callbacks that no thread has called; the batch has ended."""
+        with _FINISH_LOCK:
+            callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
 
@@ -260,6 +264,10 @@ class InFlight:
             ended = self._runtime.event_done(work.event)
         if ended:
             self._end(work)
+            # Those of other operations run on the watchdog's thread (reap): here an exception of a signal's handler
+            # could end them.
+            if work.captured:
+                work.run_callbacks()
         return work.done
 
     def _end(self, work: PendingWork) -> None:
@@ -287,6 +295,7 @@ class InFlight:
             for work in some[:ended]:
                 dropped.append(work.calls)
                 self._end(work)
+                work.run_callbacks()
                 operations.popleft()
                 self._events.release(work.event)
                 if work.start:
@@ -369,6 +378,7 @@ class InFlight:
         """End all operations and remove them."""
         for work in self.operations:
             work.finish(error)
+            work.run_callbacks()
         self.operations.clear()
 
     def close(self) -> None:

@@ -197,6 +197,7 @@ class Supervision:
         resources.in_flight.begun = ()
         for work in operations:
             work.finish(cause)
+            work.run_callbacks()
         self._aborted.set()
 
     def await_abort(self) -> None:
