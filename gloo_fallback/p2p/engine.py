@@ -103,7 +103,7 @@ class P2PEngine:
         owner = self._progress.owner
         pending = None
         try:
-            posted = PendingMessage(call)
+            posted = PendingMessage(call, None)
             self._accept(posted)
             pending = posted
             if not pending.completion.done():
@@ -146,7 +146,8 @@ class P2PEngine:
             completion = HostCompletion((call,))
             completion.finish()
             return completion
-        pending = PendingMessage(call, self._progress.until_done, self._callbacks)
+        pending = PendingMessage(call, self._progress.until_done)
+        pending.completion.callback_thread = self._callbacks
         self._accept(pending)
         if not pending.completion.done():
             self._progress.wake_thread()
@@ -154,7 +155,7 @@ class P2PEngine:
 
     def iprobe(self, call: Call) -> bool:
         """True if a message that a probe matches has come; ``call`` is the probe."""
-        pending = PendingMessage(call)
+        pending = PendingMessage(call, None)
         with self.lock:
             self.state.check()
             if self._matcher.post_probe(pending):

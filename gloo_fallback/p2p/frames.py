@@ -13,7 +13,6 @@ import numpy as np
 
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.backend.callback_thread import CallbackThread
 from unicoll.backend.work import HostCompletion
 
 HEADER = struct.Struct("<IBBHqQQ")
@@ -79,7 +78,6 @@ class PendingMessage:
     Args:
         call: the operation.
         progress: runs progress until a background operation is done; None if the caller waits.
-        callbacks: the thread that runs the callbacks of a background operation.
 
     Attributes:
         view: the array's bytes; empty for a probe.
@@ -90,18 +88,12 @@ class PendingMessage:
 
     __slots__ = ("background", "begun", "call", "completion", "deadline", "offset", "view")
 
-    def __init__(
-        self,
-        call: Call,
-        progress: Callable[[PendingMessage], None] | None = None,
-        callbacks: CallbackThread | None = None,
-    ) -> None:
+    def __init__(self, call: Call, progress: Callable[[PendingMessage], None] | None) -> None:
         self.call = call
         self.background = progress is not None
         self.completion = HostCompletion((call,))
         if progress is not None:
             self.completion.before_wait = lambda _: progress(self)
-            self.completion.callback_thread = callbacks
         self.deadline = time.monotonic() + call.timeout
         self.view = memoryview(b"")
         if buffers := call.inputs or call.outputs:  # not a probe

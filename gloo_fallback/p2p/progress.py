@@ -71,7 +71,7 @@ class ProgressEngine:
     def until_done(self, pending: PendingMessage) -> None:
         """Run progress until ``pending`` is done, or wait for it while another thread runs progress."""
         completion = pending.completion
-        # in a callback of a collective that this thread has ended, because it has failed the group
+        # in a finalizer or a signal's handler that makes a call while this thread runs progress
         held = self.owner != 0 and self.owner == get_ident()
         try:
             while not completion.done():
@@ -329,7 +329,7 @@ class ProgressEngine:
         self._waker.wake()
         self._wakeups.put(False)
         self._thread.join(2.0)
-        held_here = self.owner == get_ident()  # closed in a callback
+        held_here = self.owner == get_ident()  # see until_done
         if held_here or self._progress_lock.acquire(timeout=2.0):
             self._waker.close()
             self.poll.close()

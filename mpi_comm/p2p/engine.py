@@ -75,7 +75,8 @@ class MPIP2PEngine:
 
     def post(self, call: Call) -> HostCompletion:
         """Send or receive in the background."""
-        request = self._accept(call, self._callbacks)
+        request = self._accept(call)
+        request.completion.callback_thread = self._callbacks
         if not request.completion.done():
             self._wake_thread()
         return request.completion
@@ -96,9 +97,9 @@ class MPIP2PEngine:
             return True
         return False
 
-    def _accept(self, call: Call, callbacks: CallbackThread | None = None) -> PendingRequest:
+    def _accept(self, call: Call) -> PendingRequest:
         self._state.check()
-        request = PendingRequest(call, callbacks)
+        request = PendingRequest(call)
         if self._mpi.mpi_thread is None:
             self._matcher.start(request)
         else:
@@ -139,7 +140,7 @@ class MPIP2PEngine:
             raise
 
     def _wait_for(self, completion: HostCompletion) -> None:
-        # in a callback of a collective that this thread has ended, because it has failed the group
+        # in a finalizer or a signal's handler that makes a call while this thread runs progress
         outer = self._owner == get_ident()
         try:
             while not completion.done():

@@ -198,8 +198,12 @@ class RequestMatcher:
             outer = self._changing
             if self._in_doubt():
                 return False
+            # An exception of a signal's handler while nothing has come must not leave the messages in doubt.
+            arrives = self._receives and self._header_arrives()
+            if not (arrives or self._incoming or self._announced or self._sending or self._given_up):
+                return False
             self._changing = get_ident()
-            progressed = self._receives and self._poll_headers()
+            progressed = arrives and self._poll_headers()
             if self._incoming or self._announced:
                 progressed |= self._poll_payloads()
             if self._sending or self._given_up:
@@ -236,6 +240,11 @@ class RequestMatcher:
         return bool(sent)
 
     # --- headers -------------------------------------------------------------------------------------------------
+
+    def _header_arrives(self) -> bool:
+        """True if there is a header to receive; takes no message from MPI, as Improbe does."""
+        comm = self._group.comm
+        return self._header_receive is not None or comm.Iprobe(self._mpi.MPI.ANY_SOURCE, HEADER_TAG)
 
     def _poll_headers(self) -> bool:
         progressed = False

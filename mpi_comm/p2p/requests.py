@@ -9,7 +9,6 @@ import numpy as np
 
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.backend.callback_thread import CallbackThread
 from unicoll.backend.work import HostCompletion
 
 _NOTHING: Flat = np.empty(0, np.uint8)
@@ -18,12 +17,8 @@ _NOTHING: Flat = np.empty(0, np.uint8)
 class PendingRequest:
     """A send, receive or probe in flight.
 
-    Args:
-        call: the operation.
-        callbacks: the thread that runs the callbacks of a background operation.
-
     Attributes:
-        call: as above.
+        call: the operation.
         completion: finished when the operation has ended.
         deadline: when the operation times out (``time.monotonic()``).
         view: the array's memory as bytes; empty for a probe.
@@ -33,10 +28,9 @@ class PendingRequest:
 
     __slots__ = ("call", "completion", "deadline", "matched", "mpi_requests", "view")
 
-    def __init__(self, call: Call, callbacks: CallbackThread | None = None) -> None:
+    def __init__(self, call: Call) -> None:
         self.call = call
         self.completion = HostCompletion((call,))
-        self.completion.callback_thread = callbacks
         self.deadline = time.monotonic() + call.timeout
         self.view: Flat = _NOTHING
         if buffers := call.inputs or call.outputs:  # not a probe

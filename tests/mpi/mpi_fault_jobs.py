@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 import unicoll as dist
 from mpi_comm import collectives, watchdog
@@ -55,6 +56,29 @@ def message_thread_fails() -> list[Failure | None]:
     for work in works:
         _await_end(work)
     return [failure_of(call) for call in (works[0].wait, works[1].wait, dist.barrier)]
+
+
+def interrupted_polls() -> float:
+    """What rank 0 receives after receives that were interrupted where MPI had been asked, and no message had come."""
+    received = np.zeros(3)
+    if dist.get_rank() == 0:
+        real = RequestMatcher._header_arrives
+
+        def interrupted(matcher: RequestMatcher) -> bool:
+            assert not real(matcher)
+            raise Interrupt("injected")
+
+        for source in (1, None):
+            RequestMatcher._header_arrives = interrupted  # type: ignore[method-assign]
+            with pytest.raises(Interrupt):
+                dist.recv(np.zeros(3), source)
+            RequestMatcher._header_arrives = real  # type: ignore[method-assign]
+        dist.barrier()
+        dist.recv(received, 1)
+    else:
+        dist.barrier()
+        dist.send(np.full(3, 7.0), 0)
+    return float(received.max())
 
 
 def messages_after_a_group(size: int) -> float:

@@ -93,6 +93,12 @@ def test_mpi_is_called_where_it_may_hold_back_what_is_sent(pool: Callable[[int],
     pool(2).run(mpi_fault_jobs.calls_of_mpi_without_operations, 3)
 
 
+def test_a_receive_that_is_interrupted_before_a_message_has_come_changes_nothing(
+    pool: Callable[[int], Pool],
+) -> None:
+    assert pool(2).run(mpi_fault_jobs.interrupted_polls) == [7.0, 0.0]
+
+
 @pytest.mark.parametrize("size", [3, 100_000])  # with the header, and behind it
 def test_a_message_to_a_group_that_was_destroyed_reaches_no_other(
     size: int, pool: Callable[[int], Pool]

@@ -130,6 +130,7 @@ class HostCompletion(Completion):
             except RuntimeError:
                 pass  # see _acquire
             finally:
+                # An exception of a signal's handler, raised behind one of the calls above, does not lose the callbacks.
                 if self._callbacks:
                     if self.callback_thread is not None:
                         self.callback_thread.ended.put(self)

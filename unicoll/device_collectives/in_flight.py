@@ -264,8 +264,8 @@ class InFlight:
             ended = self._runtime.event_done(work.event)
         if ended:
             self._end(work)
-            # Those of other operations run on the watchdog's thread (reap): here an exception of a signal's handler
-            # could end them.
+            # The watchdog's thread calls the callbacks of all others (reap): an exception of a signal's handler could
+            # end them here. It does not see one that was recorded into a graph.
             if work.captured:
                 work.run_callbacks()
         return work.done
