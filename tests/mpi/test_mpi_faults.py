@@ -169,7 +169,7 @@ def test_an_interrupted_rank(size: int) -> None:
     if library().name == "openmpi":
         without |= {"all_reduce large", "all_gather"}
     names = [name for name in interrupt_jobs.ON_HOSTS if name not in without]
-    test_interrupts.run(size, "", names, start=partial(MpiJob, backend="mpi", warm_up=True), share=24)
+    test_interrupts.run(size, "", names, start=partial(MpiJob, backend="mpi", warm_up=True))
 
 
 @pytest.mark.parametrize("where", ["_check", "_check_backend"])
