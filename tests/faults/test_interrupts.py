@@ -43,7 +43,7 @@ def run(
     with joined(size, start, env={"UNICOLL_TRANSPORT": transport} if transport else {}) as job:
         for name in names:
             job.call(jobs.trials, name, goes_on, warm, every, sample_seed())
-            results = job.results(600)
+            results = job.results(jobs.TRIALS_S)
             points, trials = points + results[0][0], trials + results[0][1]
             wrong += [text for result in results for text in result[2]]
         job.call(jobs.shared_descriptors)
@@ -84,7 +84,7 @@ def test_a_signal_at_a_random_time(transport: str) -> None:
     count = 40 if is_short() else 1000
     with joined(2, env={"UNICOLL_TRANSPORT": transport} if transport else {}) as job:
         job.call(jobs.strikes, count, sample_seed())
-        results = job.results(600)
+        results = job.results(jobs.TRIALS_S)
     struck = results[jobs.VICTIM][0]
     print(f"{transport or 'auto'}: {count} calls, {struck} interrupted")
     wrong = [text for result in results for text in result[1]]

@@ -99,7 +99,7 @@ def run(start: str, names: list[str], goes_on: bool = True, warm: bool = True) -
     with joined(2, _STARTS[start]) as job:
         for name in names:
             job.call(trials, start != "staged", name, goes_on, warm, every, sample_seed())
-            results = job.results(600)
+            results = job.results(jobs.TRIALS_S)
             points, tried = points + results[0][0], tried + results[0][1]
             wrong += [text for result in results for text in result[2]]
             print(f"{name}: {results[0][:2]}", flush=True)

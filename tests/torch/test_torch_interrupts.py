@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.interrupt_jobs import OPERATIONS, VICTIM
+from tests.faults.interrupt_jobs import OPERATIONS, TRIALS_S, VICTIM
 from tests.support.ranks import ProcessJob, sample_seed
 from tests.support.selection import is_short
 
@@ -43,7 +43,7 @@ def test_each_point_of_a_call(goes_on: bool, transport: str) -> None:
     with joined(transport) as job:
         for name in OPERATIONS:
             job.call(jobs.trials, name, goes_on, every, sample_seed())
-            results: list[Any] = job.results(600)
+            results: list[Any] = job.results(TRIALS_S)
             points, trials = points + results[0][0], trials + results[0][1]
             wrong += [text for result in results for text in result[2]]
     print(f"{transport or 'auto'}: {points} points, {trials} trials")
@@ -64,7 +64,7 @@ def test_an_alarm_in_a_step_of_data_parallel_training(transport: str) -> None:
     count = 20 if is_short() else 200
     with joined(transport) as job:
         job.call(jobs.data_parallel_steps, count, sample_seed())
-        results = job.results(600)
+        results = job.results(TRIALS_S)
     print(f"{transport or 'auto'}: {count} steps, {results[VICTIM][0]} interrupted")
     wrong = [text for result in results for text in result[1]]
     assert not wrong, "\n".join(wrong)
