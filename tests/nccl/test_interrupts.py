@@ -38,6 +38,7 @@ class DeviceLibrary(jobs.Library):
 
     def __init__(self, begun: bool) -> None:
         self._begun = begun
+        self._stream: arrays.Stream | None = None
 
     def full(self, shape: int | tuple[int, int], value: float) -> Any:
         return arrays.full(shape, value)
@@ -69,10 +70,15 @@ class DeviceLibrary(jobs.Library):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """A stream of its own: a library that cannot abort leaves one waiting. There are no new faults at the end."""
+        """A stream of its own, new if the last one waits: a library that cannot abort leaves it so. No new faults.
+
+        Not a new one each time, since the pool keeps memory for each.
+        """
         faults = ranks.simulation().faults
         before, aborts = len(faults), ranks.nccl().has("comm_abort")
-        with arrays.Stream():
+        if self._stream is None or not ranks.simulation().cuda.stream_done(self._stream.ptr):
+            self._stream = arrays.Stream()
+        with self._stream:
             yield
         new = [fault for fault in faults[before:] if aborts or not fault.startswith("two threads in")]
         assert not new, new
