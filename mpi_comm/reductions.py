@@ -71,7 +71,7 @@ class ReductionMethod:
     def __init__(self, group: GroupCommunicator, dtype: DType, reduce: Reduction, in_order: bool) -> None:
         self.type = group.mpi.types[dtype.name]
         self.kernel: Kernel = kernel_for(dtype, reduce)
-        name = None if in_order else _native(dtype, reduce.name)
+        name = None if in_order or self.kernel.at_once else _native(dtype, reduce.name)
         self.op: Any = None if name is None else getattr(group.mpi.MPI, name)
         self.op_suffices = self.op is not None and self.kernel.plain
         self.in_place = group.mpi.MPI.IN_PLACE

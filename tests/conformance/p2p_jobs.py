@@ -43,7 +43,7 @@ def every_type() -> None:
             continue
         for shape in ((), (0,), (1,), (3, 5), (40_000,)):
             rngs = [np.random.default_rng([d.code, len(shape), r]) for r in range(size())]
-            given = [reference.values(d.name, None, 1, shape, rng, False) for rng in rngs]
+            given = [reference.values(d.name, None, shape, rng, False) for rng in rngs]
             room = np.zeros(shape, dtype)
             work = must(dist.isend(given[me()], right))
             assert dist.recv(room, left) == left

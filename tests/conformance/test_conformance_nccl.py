@@ -15,6 +15,7 @@ from tests.support.ranks import ProcessJob, sample_seed
 from tests.support.suite import Suite
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend.ops import OPS
+from unicoll.backend.reduce_ops import only_on_host
 from unicoll.testing.reference import NCCL, reduction_of
 
 
@@ -35,7 +36,7 @@ class _Simulated(Suite):
         return SimulatedJob(size, version=cls.version, **cls.settings)
 
     def reduces(self, dtype: str, reduction: str) -> bool:
-        if reduction in ("EXACT_SUM", "EXACT_AVG"):
+        if only_on_host(BY_NAME[dtype], reduction_of(reduction, dtype)):
             return True  # by the CPU backend
         return nccl_reduction(BY_NAME[dtype], reduction_of(reduction, dtype), self.version) is not None
 

@@ -104,7 +104,7 @@ def _check(op: str, rank: int, size: int, root: int, name: str, reduce: str | No
 
     def x(times: int) -> Any:
         shape = (4 * times,)
-        return reference.values(name, reduce, size, shape, rng, special=False)
+        return reference.values(name, reduce, shape, rng, special=False)
 
     given = arrays(row, x, size, rank == root)
     sides = [p.side for p in row.parameters if p.side != "splits"]

@@ -37,7 +37,7 @@ def _given(
     name: str, reduction: str, ranks: int, special: bool = False, seed: int = 0, scale: float = 1
 ) -> list[Array]:
     rng = np.random.default_rng([seed, ranks])
-    made = [values(name, reduction, ranks, (_COUNT,), rng, special) for _ in range(ranks)]
+    made = [values(name, reduction, (_COUNT,), rng, special) for _ in range(ranks)]
     with np.errstate(all="ignore"):
         return made if scale == 1 else [(x.astype(np.float32) * scale).astype(x.dtype) for x in made]
 

@@ -135,7 +135,7 @@ def equal_results(
         arrays = [np.empty(n, kind) if ordinary else cut(n, kind) for n in counts]
         for i, array in enumerate(arrays):
             rng = np.random.default_rng([rank, i])
-            array[:] = reference.values(dtype, reduction, size, array.shape, rng, False)
+            array[:] = reference.values(dtype, reduction, array.shape, rng, False)
         call(arrays)
         results.append([array.copy() for array in arrays])
         if not symmetric:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from unicoll.arrays import half_precision
-from unicoll.arrays.kernels import Kernel, kernel_for, quiet_runner
+from unicoll.arrays.kernels import kernel_for, quiet_runner
 from unicoll.arrays.types import BY_NAME, DTYPES, ReduceOp, Reduction
 from unicoll.errors import DistTypeError
 
@@ -333,6 +333,9 @@ def numbers(name: str, ranks: int, size: int) -> list[Array]:
 
 def reference(op: Reduction, pieces: list[Array]) -> Array:
     dtype, ranks = pieces[0].dtype, len(pieces)
+    if op.name == "AVG" and dtype.kind in "ui":
+        columns = zip(*(p.tolist() for p in pieces), strict=True)
+        return np.array([int(Fraction(sum(column), ranks)) for column in columns], dtype)
     if op.factor is not None:
         pieces = [p * dtype.type(op.factor) for p in pieces]
     fold = {"PRODUCT": np.multiply, "MIN": np.minimum, "MAX": np.maximum}.get(op.name, np.add)
@@ -341,8 +344,6 @@ def reference(op: Reduction, pieces: list[Array]) -> Array:
         acc = fold(acc, piece)
     if op.name != "AVG":
         return acc
-    if dtype.kind in "ui":
-        return np.array([int(Fraction(int(a), ranks)) for a in acc], dtype)
     part = acc.real.dtype if dtype.kind == "c" else dtype
     return (acc.view(part) / part.type(ranks)).view(dtype)
 
@@ -392,6 +393,8 @@ def test_folding_step_by_step_is_the_same(name: str) -> None:
     for op, size in itertools.product(_ops(name), (0, 6, half_precision.BLOCK + 9)):
         pieces = specials(name, 4, size) if name in HALVES else numbers(name, 4, size)
         kernel, expected = kernel_for(BY_NAME[name], op), np.empty_like(pieces[0])
+        if kernel.at_once:
+            continue
         kernel.combine(pieces, expected, disjoint=True)
         begun = np.empty(size, kernel.acc)
         kernel.begin(begun, pieces[0])
@@ -410,14 +413,20 @@ def test_folding_step_by_step_is_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 127, 128, 129, 300])
-def test_integer_averages_round_towards_zero(ranks: int) -> None:
-    for name in ("int8", "uint8", "int16"):
+def test_integer_averages_are_exact_and_round_towards_zero(ranks: int) -> None:
+    for name in (name for name in NATIVE if BY_NAME[name].kind in "ui"):
         dtype = BY_NAME[name].storage
-        info = np.iinfo(dtype)
-        sums = np.arange(info.min, info.max + 1).astype(dtype)
-        out = np.empty_like(sums)
-        Kernel(BY_NAME[name], ReduceOp.AVG).finish(sums, out, ranks)
-        assert out.tolist() == [int(Fraction(int(s), ranks)) for s in sums]
+        info, rng = np.iinfo(dtype), np.random.default_rng(ranks)
+        pieces = [rng.integers(info.min, info.max, 300, dtype, endpoint=True) for _ in range(ranks)]
+        for i, (first, others) in enumerate(
+            itertools.product((info.min, info.min + 1, 0, 1, info.max), repeat=2)
+        ):
+            for piece in pieces:
+                piece[i] = others
+            pieces[0][i] = first
+        out = np.empty(300, dtype)
+        kernel_for(BY_NAME[name], ReduceOp.AVG).combine(pieces, out)
+        assert out.tobytes() == reference(ReduceOp.AVG, pieces).tobytes(), name
 
 
 def test_averages_equal_divisions_bitwise() -> None:

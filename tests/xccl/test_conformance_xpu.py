@@ -8,6 +8,7 @@ from tests.conformance.test_conformance_nccl import _Simulated
 from tests.simulated_nccl.oneccl import SimulatedOneCCL
 from tests.support.ranks import sample_seed
 from unicoll.arrays.types import BY_NAME
+from unicoll.backend.reduce_ops import only_on_host
 from unicoll.testing.reference import reduction_of
 
 
@@ -22,6 +23,6 @@ class TestSimulatedXPU(_Simulated):
     }
 
     def reduces(self, dtype: str, reduction: str) -> bool:
-        if reduction in ("EXACT_SUM", "EXACT_AVG"):
+        if only_on_host(BY_NAME[dtype], reduction_of(reduction, dtype)):
             return True  # by the CPU backend
         return SimulatedOneCCL.reduction(None, BY_NAME[dtype], reduction_of(reduction, dtype)) is not None  # type: ignore[arg-type]

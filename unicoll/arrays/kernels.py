@@ -65,7 +65,7 @@ class Kernel:
         self.acc = np.dtype(np.float32) if half else dtype.storage
         self._step = BLOCK * 4 // self.acc.itemsize
         self._factor = None if op.factor is None else np.asarray(op.factor).astype(self.acc)
-        self._divide = _DIVIDE.get(self.acc.kind, _divide_floats)
+        self._divide = _divide_complex if self.acc.kind == "c" else _divide_floats
         self.plain = half is None and not self.average and self._factor is None
 
     def _load(self, acc: Flat, values: Flat) -> None:
@@ -184,7 +184,7 @@ class ExactKernel(Kernel):
     def __init__(self, dtype: DType, op: Reduction) -> None:
         from unicoll.arrays import exact_sum  # not at import: it loads the C library
 
-        super().__init__(dtype, ReduceOp.AVG if op is ReduceOp.EXACT_AVG else ReduceOp.SUM)
+        super().__init__(dtype, ReduceOp.AVG if op == ReduceOp.EXACT_AVG else ReduceOp.SUM)
         self.plain = False
         self.ufunc = _refuse
         self._part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else None
@@ -204,6 +204,67 @@ class ExactKernel(Kernel):
             self._of_two.combine([values[start : start + BLOCK] for values in contributions], result)
             if self._half is None:
                 self._unify_nans(result if part is None else result.view(part))
+
+
+class IntegerAverageKernel(Kernel):
+    """AVG of integers: the exact sum, divided by the number of ranks (up to ``2**30``) and rounded towards zero.
+
+    The sum itself may not fit into the element type, the average always does. Integers of up to 32 bits are added in
+    int64; those of 64 bits as ``high * 2**32 + low``, where each part is added in a type of 64 bits.
+    """
+
+    at_once = True
+
+    def __init__(self, dtype: DType, op: Reduction) -> None:
+        super().__init__(dtype, op)
+        self.plain = False
+        self.ufunc = _refuse
+        self._sums = np.dtype(dtype.storage if dtype.itemsize == 8 else np.int64)
+        self._average = self._average_parts if dtype.itemsize == 8 else self._average_sums
+
+    def combine(self, contributions: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
+        first, second = scratch.pair(self._sums)
+        step = first.size // 2
+        blocks = first[:step], first[step:], second[:step], second[step:]
+        for start in range(0, out.size, step):
+            target = out[start : start + step]
+            memory = [block[: target.size] for block in blocks]
+            self._average([values[start : start + step] for values in contributions], target, *memory)
+
+    def _average_sums(self, parts: Sequence[Flat], out: Flat, total: Flat, work: Flat, *_: Flat) -> None:
+        total[...] = parts[0]
+        for values in parts[1:]:
+            np.add(total, values, out=total)
+        self._round_up_negative(total, total, work, len(parts))
+        np.floor_divide(total, self._sums.type(len(parts)), out=total)
+        out[...] = total
+
+    def _average_parts(
+        self, parts: Sequence[Flat], out: Flat, high: Flat, low: Flat, work: Flat, spare: Flat
+    ) -> None:
+        ranks, half, below = map(self._sums.type, (len(parts), 32, 0xFFFF_FFFF))
+        high.fill(0)
+        low.fill(0)
+        for values in parts:
+            np.add(high, np.right_shift(values, half, out=work), out=high)
+            np.add(low, np.bitwise_and(values, below, out=work), out=low)
+        np.add(high, np.right_shift(low, half, out=work), out=high)
+        np.bitwise_and(low, below, out=low)
+        self._round_up_negative(high, low, work, len(parts))
+        # high * 2**32 + low = (quotient * ranks + rest) * 2**32 + low
+        quotient = np.floor_divide(high, ranks, out=work)
+        np.subtract(high, np.multiply(quotient, ranks, out=spare), out=high)
+        np.left_shift(high, half, out=high)
+        np.add(low, high, out=low)
+        np.floor_divide(low, ranks, out=low)
+        np.add(np.left_shift(quotient, half, out=work), low, out=out)
+
+    def _round_up_negative(self, sign: Flat, sums: Flat, work: Flat, ranks: int) -> None:
+        """Add ``ranks - 1`` to the sums whose sign is negative, so that floor division rounds them towards zero."""
+        if self._sums.kind == "i":
+            np.right_shift(sign, np.int64(63), out=work)  # -1 for a negative number, otherwise 0
+            np.bitwise_and(work, np.int64(ranks - 1), out=work)
+            np.add(sums, work, out=sums)
 
 
 def _refuse(*_: Any, **__: Any) -> None:
@@ -231,36 +292,6 @@ def _divide_complex(acc: Flat, out: Flat, ranks: int) -> None:
     _divide_floats(acc.view(part), out.view(part), ranks)
 
 
-def _divide_unsigned(acc: Flat, out: Flat, ranks: int) -> None:
-    if ranks > np.iinfo(acc.dtype).max:
-        out[...] = 0
-    else:
-        np.floor_divide(acc, acc.dtype.type(ranks), out=out)
-
-
-def _divide_signed(acc: Flat, out: Flat, ranks: int) -> None:
-    """Division towards zero: floor division after adding ``ranks - 1`` to negative numbers."""
-    kind = acc.dtype.type
-    if ranks > np.iinfo(kind).max:
-        out[...] = -(acc == -ranks).astype(kind)
-        return
-    buffer, sign = scratch.pair(acc.dtype)[1], kind(acc.itemsize * 8 - 1)
-    for start in range(0, acc.size, buffer.size):
-        block, target = acc[start : start + buffer.size], out[start : start + buffer.size]
-        shifted = buffer[: block.size]
-        np.right_shift(block, sign, out=shifted)  # -1 for a negative number, otherwise 0
-        np.bitwise_and(shifted, kind(ranks - 1), out=shifted)
-        np.add(shifted, block, out=shifted)
-        np.floor_divide(shifted, kind(ranks), out=target)
-
-
-_DIVIDE: dict[str, Callable[[Flat, Flat, int], None]] = {
-    "c": _divide_complex,
-    "u": _divide_unsigned,
-    "i": _divide_signed,
-}
-
-
 # --- kernel cache --------------------------------------------------------------------------------------------------
 
 
@@ -279,8 +310,14 @@ def kernel_for(dtype: DType, op: Reduction) -> Kernel:
     if found is None:
         if len(_kernels) >= _MAX_KERNELS:  # each factor of PREMUL_SUM is another reduction
             _kernels.clear()
-        found = _kernels[key] = (ExactKernel if op in EXACT.values() else Kernel)(dtype, op)
+        found = _kernels[key] = _class_for(dtype, op)(dtype, op)
     return found
+
+
+def _class_for(dtype: DType, op: Reduction) -> type[Kernel]:
+    if op in EXACT.values():
+        return ExactKernel
+    return IntegerAverageKernel if op == ReduceOp.AVG and dtype.kind in "ui" else Kernel
 
 
 # --- warnings -------------------------------------------------------------------------------------------------------

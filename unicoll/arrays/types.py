@@ -156,9 +156,10 @@ class ReduceOp:
     """The reductions, with torch.distributed's names.
 
     ``SUM``, ``PRODUCT``, ``MIN``, ``MAX`` (NaN wins over numbers), ``BAND``, ``BOR``, ``BXOR`` (integers and bool),
-    ``AVG`` (the sum divided by the number of ranks; integers are divided towards zero, as NCCL does), and
-    ``PREMUL_SUM``: call it with a factor, ``ReduceOp.PREMUL_SUM(0.5)``; each rank's input is multiplied before
-    the sum (NCCL's ``ncclRedOpCreatePreMulSum``). float16, bfloat16 and float8 accumulate in float32.
+    ``AVG`` (the sum divided by the number of ranks; of integers the exact sum, divided and rounded towards zero, which
+    fits the type even if the sum does not), and ``PREMUL_SUM``: call it with a factor, ``ReduceOp.PREMUL_SUM(0.5)``;
+    each rank's input is multiplied before the sum (NCCL's ``ncclRedOpCreatePreMulSum``). float16, bfloat16 and float8
+    accumulate in float32.
     For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
     ``EXACT_SUM`` and ``EXACT_AVG`` are the sum of exact arithmetic, rounded once, for float16, bfloat16, float32,
     float64 and complex numbers: the same bits in every order (:mod:`unicoll.arrays.exact_sum`).

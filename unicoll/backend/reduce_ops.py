@@ -42,6 +42,11 @@ def supported_reductions() -> dict[str, tuple[str, ...]]:
     return {d.name: tuple(op.name for op in _ALL_OPS if _reduces(d, op)) for d in DTYPES}
 
 
+def only_on_host(dtype: DType, op: Reduction) -> bool:
+    """True for a reduction that no library of a device computes as unicoll does: exact sums, averages of integers."""
+    return op in EXACT.values() or (op == ReduceOp.AVG and dtype.kind in "ui")
+
+
 def as_reduce_op(op: Any) -> Reduction:
     """Our operation for ``op``: ours, ``ReduceOp`` members of torch.distributed, or a name.
 

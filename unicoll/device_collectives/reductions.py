@@ -1,8 +1,9 @@
 """The types and reductions of NCCL's API for unicoll's.
 
 Element types that it lacks are moved as bytes. Reductions that it lacks are expressed by ones that it has if the
-result is the same (bool as the maximum or minimum of bytes, complex sums as sums of twice as many floats); the rest are
-refused.
+result is the same (bool as the maximum or minimum of bytes, complex sums as sums of twice as many floats). The rest are
+refused, among them the average of integers: the library divides a sum that it has computed in the element type, where
+it may not fit.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def native_reduction(dtype: DType, reduction: Reduction) -> interface.NativeRedu
         return interface.NativeReduction(interface.DATA_TYPES[_PARTS[name]], op, 2)
     op, code = _PLAIN.get(reduction.name), interface.DATA_TYPES.get(name)
     if op is None or code is None:
+        return None
+    if op == interface.AVG and dtype.kind in "ui":
         return None
     if name.startswith("float8") and op == _PREMUL:
         return None

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from unicoll.arrays.types import EXACT
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.interrupts import leaves_doubt
 from unicoll.backend.operation_errors import announce, member_failed_error
 from unicoll.backend.options import compression_of, wants_exact_sums, wants_order
+from unicoll.backend.reduce_ops import only_on_host
 from unicoll.errors import (
     BackendUnavailableError,
     DistArgumentError,
@@ -190,8 +190,9 @@ class GroupBackends:
                 f"{name}: backend {backend.name} does not have this operation", op=name
             )
         if call.reduce is not None and not backend.caps.reduces(buffers[0].dtype, call.reduce):
-            exact = call.reduce in EXACT.values()  # which no library of a device has
-            through_host = self._through_host(buffers[0].device.type) if exact else None
+            through_host = None
+            if only_on_host(buffers[0].dtype, call.reduce):
+                through_host = self._through_host(buffers[0].device.type)
             if through_host is None or not through_host.caps.reduces(buffers[0].dtype, call.reduce):
                 raise DistTypeError(
                     f"{name}: backend {backend.name} does not reduce {buffers[0].dtype} by {call.reduce.name}",

@@ -117,7 +117,7 @@ class Trial:
 
     def _values(self, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
         case = self.case
-        return reference.values(case.dtype, case.reduce, self.size, shape, rng, case.special)
+        return reference.values(case.dtype, case.reduce, shape, rng, case.special)
 
     def _share(self, *ranks: int) -> tuple[int, ...]:
         """Shape of a piece between two ranks, or of one rank's own."""

@@ -100,20 +100,18 @@ def reduction_of(name: str, dtype: str) -> Reduction:
 
 
 def values(
-    name: str, reduce: str | None, ranks: int, shape: tuple[int, ...], rng: np.random.Generator, special: bool
+    name: str, reduce: str | None, shape: tuple[int, ...], rng: np.random.Generator, special: bool
 ) -> Array:
-    """Random elements; integers of the full range, but for averages, whose sums must not wrap.
+    """Random elements; integers of the full range.
 
     They repeat after :data:`PERIOD` elements, because generating random values is slow; a prime divides no chunk.
     """
     count = math.prod(shape)
-    drawn = _draw(name, reduce, ranks, min(count, PERIOD), rng, special)
+    drawn = _draw(name, reduce, min(count, PERIOD), rng, special)
     return (drawn if count <= PERIOD else np.resize(drawn, count)).reshape(shape)
 
 
-def _draw(
-    name: str, reduce: str | None, ranks: int, count: int, rng: np.random.Generator, special: bool
-) -> Array:
+def _draw(name: str, reduce: str | None, count: int, rng: np.random.Generator, special: bool) -> Array:
     dtype = numpy_dtype(name)
     assert dtype is not None
     shape = (count,)
@@ -122,8 +120,7 @@ def _draw(
         return rng.integers(0, 2, shape).astype(dtype)
     if kind in "ui":
         info = np.iinfo(dtype)
-        share = ranks if reduce == "AVG" else 1
-        return rng.integers(info.min // share + share, info.max // share, shape, dtype, endpoint=True)
+        return rng.integers(info.min, info.max, shape, dtype, endpoint=True)
     raw: Array = rng.uniform(-4, 4, shape)
     if kind == "c":
         raw = raw + 1j * rng.uniform(-4, 4, shape)
@@ -219,8 +216,11 @@ def _describe(wrong: Array, got: Array, expected: Array) -> str | None:
 
 
 def _exact(reduce: str, given: Sequence[Array]) -> Array:
-    """In the element type's own arithmetic, which wraps around."""
+    """In the element type's own arithmetic, which wraps around; an average is that of the exact sum."""
     dtype = given[0].dtype
+    if reduce == "AVG":
+        totals = map(sum, zip(*(x.tolist() for x in given), strict=True))
+        return np.array([_towards_zero(total, len(given)) for total in totals], dtype)
     with np.errstate(all="ignore"):
         if reduce in _UFUNC:
             result: Array = given[0].copy()
@@ -232,12 +232,7 @@ def _exact(reduce: str, given: Sequence[Array]) -> Array:
         total: Array = given[0].copy()
         for other in given[1:]:
             total = total + other
-        if reduce != "AVG":
-            return total
-        if dtype.kind == "u":
-            quotient: Array = total // dtype.type(len(given))
-            return quotient
-        return np.array([_towards_zero(int(t), len(given)) for t in total], dtype)
+        return total
 
 
 def _towards_zero(total: int, ranks: int) -> int:
