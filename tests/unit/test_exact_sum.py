@@ -16,7 +16,7 @@ from unicoll.arrays import exact_sum
 from unicoll.arrays.exact_sum import Accumulator, Summation, inexact_flag
 from unicoll.arrays.half_precision import HALVES
 from unicoll.arrays.kernels import ExactKernel, kernel_for
-from unicoll.arrays.types import BY_NAME, ReduceOp
+from unicoll.arrays.types import BY_NAME, ReduceOp, Reduction
 from unicoll.testing.reference import numpy_dtype
 
 Array = npt.NDArray[Any]
@@ -56,10 +56,10 @@ def rounded(number: Fraction, name: str) -> float:
     return -found if number < 0 else found
 
 
-def expected_sum(column: list[float], name: str) -> float:
+def expected_sum(column: list[float], name: str, divisor: int = 1) -> float:
     if not all(map(math.isfinite, column)):
         return sum(column)
-    total = sum(map(Fraction, column))
+    total = sum(map(Fraction, column)) / divisor
     if total == 0:
         return -0.0 if all(math.copysign(1, x) < 0 for x in column) else 0.0
     return rounded(total, name)
@@ -108,11 +108,15 @@ def combined(kernel: ExactKernel, parts: list[Array]) -> Array:
     return out
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 17])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 17])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_sum_is_the_exact_one_rounded_once_in_every_order(name: str, ranks: int) -> None:
+@pytest.mark.parametrize("op", [ReduceOp.EXACT_SUM, ReduceOp.EXACT_AVG], ids=str)
+def test_a_sum_or_average_is_the_exact_one_rounded_once_in_every_order(
+    op: Reduction, name: str, ranks: int
+) -> None:
     rng = np.random.default_rng(ranks)
-    kernel, without_flag = (ExactKernel(BY_NAME[name], ReduceOp.EXACT_SUM) for _ in range(2))
+    divisor = ranks if op == ReduceOp.EXACT_AVG else 1
+    kernel, without_flag = (ExactKernel(BY_NAME[name], op) for _ in range(2))
     without_flag._sum._flag = exact_sum._NoFlag()
     for draw in DRAWS:
         parts = [draw(rng, name, 150).astype(dtype_of(name)) for _ in range(ranks)]
@@ -121,33 +125,30 @@ def test_a_sum_is_the_exact_one_rounded_once_in_every_order(name: str, ranks: in
             assert combined(kernel, order).tobytes() == found.tobytes()
         assert combined(without_flag, parts).tobytes() == found.tobytes()
         columns = np.array([part.astype(float) for part in parts]).T.tolist()
-        expected = np.array([expected_sum(column, name) for column in columns]).astype(dtype_of(name))
+        expected = np.array([expected_sum(column, name, divisor) for column in columns])
+        expected = expected.astype(dtype_of(name))
         bits = expected.view(f"u{expected.itemsize}")
         bits[np.isnan(expected.astype(float))] = NAN[name]
         assert found.tobytes() == bits.tobytes(), draw
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_an_average_is_the_sum_divided_and_rounded_once_more(name: str) -> None:
-    rng = np.random.default_rng(5)
-    kernel = ExactKernel(BY_NAME[name], ReduceOp.EXACT_AVG)
-    for draw, ranks in itertools.product(DRAWS, (1, 2, 3, 4, 6)):
-        parts = [draw(rng, name, 100).astype(dtype_of(name)) for _ in range(ranks)]
-        found = combined(kernel, parts)
-        assert combined(kernel, parts[::-1]).tobytes() == found.tobytes()
-        for column, number in zip(
-            np.array([part.astype(float) for part in parts]).T.tolist(),
-            found.view(dtype_of(name)).astype(float).tolist(),
-            strict=True,
-        ):
-            if not all(map(math.isfinite, column)):
-                assert number == sum(column) or math.isnan(number)
-            elif name == "float64":
-                assert number == expected_sum(column, name) / ranks
-            else:
-                exact = sum(map(Fraction, column)) / ranks
-                near = {rounded(exact * (1 + Fraction(k, 2**51)), name) for k in (-1, 0, 1)}
-                assert number in ({rounded(exact, name)} if ranks in (1, 2, 4) else near), (column, number)
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7, 100])
+def test_averages_between_two_numbers_are_rounded_to_the_nearest(ranks: int) -> None:
+    """Their quotients are in the middle between two numbers of the type, or as near to it as sums of it can be."""
+    rng = np.random.default_rng(ranks)
+    for name in FORMATS:
+        bits, dtype = FORMATS[name][0], dtype_of(name)
+        middle = (2 * rng.integers(1 << bits - 1, 1 << bits, 60) + 1) * ranks  # of the last place, doubled
+        upper = (middle * 2.0**-20).astype(dtype).astype(float)
+        parts = [np.zeros(60, dtype) for _ in range(ranks)]
+        parts[0] = upper.astype(dtype)
+        rest = [Fraction(int(m), 1 << 20) - Fraction(u) for m, u in zip(middle, upper, strict=True)]
+        parts[1] = np.array([float(r) for r in rest]).astype(dtype)
+        parts[2] = rng.choice([0.0, 2.0**-24, -(2.0**-24)], 60).astype(dtype)
+        found = combined(ExactKernel(BY_NAME[name], ReduceOp.EXACT_AVG), parts)
+        columns = np.array([part.astype(float) for part in parts]).T.tolist()
+        expected = np.array([expected_sum(column, name, ranks) for column in columns]).astype(dtype)
+        assert found.tobytes() == expected.tobytes(), name
 
 
 def test_the_parts_of_a_complex_number_are_summed_exactly() -> None:

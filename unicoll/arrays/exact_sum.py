@@ -2,7 +2,7 @@
 
 An element of the result is the sum of the ranks' elements as real numbers, rounded to the element type (to nearest,
 ties to even). So it has the same bits for every order and grouping of the ranks, and the least possible error: half a
-unit in the last place. An average is the sum divided by the number of ranks in float64, and rounded once more.
+unit in the last place. So is an average, of which the quotient is rounded, not the sum: it cannot overflow.
 
 For a block of elements the first of these that is exact is used:
 
@@ -13,6 +13,10 @@ For a block of elements the first of these that is exact is used:
 3. The elements for which that is not exact are added one by one by :func:`math.fsum` (Shewchuk, Adaptive Precision
    Floating-Point Arithmetic, 1997). This takes about 1 us for each of them.
 
+An average is the rounded quotient of a float64 and the remainder of the division, which is computed without a rounding
+(Dekker, A floating-point technique for extending the available precision, 1971). Where that does not suffice to round
+correctly, which is rare, it is divided as a rational number.
+
 The processor tells whether an addition has been rounded: it sets a flag (IEEE 754, "inexact"). Where the flag cannot
 be used, more blocks take a later step, with the same result. The sum of two ranks is one addition, which is rounded
 correctly in the element type already; float16 and bfloat16 are added in float32, whose precision suffices for two
@@ -20,8 +24,8 @@ correctly in the element type already; float16 and bfloat16 are added in float32
 
 Infinities give infinity, of both signs NaN; NaN gives NaN; every NaN is the positive quiet NaN without payload. A sum
 beyond the largest number becomes infinite, not one of which only a partial sum is. The sum of zeros is -0.0 if all are,
-else 0.0, and so are exact sums of zero. Subnormal numbers are numbers like any other. The number of ranks is not
-limited.
+else 0.0, and so are exact sums of zero. Subnormal numbers are numbers like any other. The number of addends
+is not limited, for an average to less than ``2**26``.
 """
 
 from __future__ import annotations
@@ -46,6 +50,10 @@ _FLAGS = {"x86_64": 0x20, "AMD64": 0x20, "aarch64": 0x10, "arm64": 0x10}
 """``FE_INEXACT`` of <fenv.h>, by machine."""
 _BELOW_FLOAT32 = (1 << 29) - 1
 """The bits of a float64 that a float32 does not have."""
+_SPLIT = float((1 << 27) + 1)
+"""Multiplied by it, a float64 can be divided into two halves (Dekker)."""
+_SMALLEST_SPLIT, _LARGEST_SPLIT = 2.0**-800, 2.0**990
+"""Bounds between which the operations of a division have no underflow and no overflow."""
 _BELOW_TIE = _BELOW_FLOAT32 >> 1
 """They are 0 in a float64 that is a float32, or the middle between two."""
 
@@ -166,17 +174,25 @@ class Summation:
             total = self._sum_with_errors(parts)
         else:
             unify_nans(total)
-        if self._average:
-            np.divide(total, len(parts), out=total)
+            if self._divides(parts):
+                total = self._divide(parts, total, np.full(total.size, -0.0), np.False_)
+        if self._average and not self._divides(parts):
+            np.divide(total, len(parts), out=total)  # which is exact
         self._narrow(total, out)
 
     def _add_wide(self, parts: Sequence[Flat], out: Flat) -> None:
         """:meth:`_add` of float64."""
         total = self._sum_with_errors(parts)
-        if self._average:
-            np.divide(total, len(parts), out=out)
-        else:
-            out[...] = total
+        if self._average and not self._divides(parts):
+            total = total / len(parts)
+            magnitude = np.abs(total)
+            rounded = ~((magnitude > _SMALLEST_SPLIT) & (magnitude < _LARGEST_SPLIT)) & (total != 0)
+            self._finish_averages(parts, total, rounded)
+        out[...] = total
+
+    def _divides(self, parts: Sequence[Flat]) -> bool:
+        """True for an average over a number of ranks by which the sum cannot be divided exactly."""
+        return self._average and len(parts) & (len(parts) - 1) != 0
 
     def _widen(self, values: Flat, out: Flat) -> None:
         """Elements as float64."""
@@ -187,7 +203,7 @@ class Summation:
         out[...] = values
 
     def _sum_with_errors(self, parts: Sequence[Flat]) -> Flat:
-        """The sums in float64, rounded to nearest, but for a narrower result as by :func:`_move_off_ties`."""
+        """The sums or averages, rounded to nearest, but for a narrower result as by :func:`_move_off_ties`."""
         new, other, loaded, work, missing = [array[: parts[0].size] for array in _scratch.arrays]
         total, wide, flag, rounded = parts[0], self._wide, self._flag, False
         if not wide:
@@ -204,6 +220,8 @@ class Summation:
             # subtracted and not added: the sum of -0.0 and -0.0 is to be -0.0
             np.subtract(missing, loaded, out=missing)
             rounded |= flag.is_set()
+        if self._divides(parts):
+            return self._divide(parts, total, -missing, self._is_rounded(parts) if rounded else np.False_)
         np.subtract(total, missing, out=new)
         if not wide:
             _move_off_ties(new, total, missing)
@@ -219,10 +237,49 @@ class Summation:
         if rounded:
             unfinished |= self._is_rounded(parts)
         places = np.flatnonzero(unfinished & ~infinite)
+        sums[places] = [_exact(column, self._wide) for column in self._columns(parts, places)]
+
+    def _columns(self, parts: Sequence[Flat], places: Flat) -> list[list[float]]:
+        """The addends of some elements."""
         chosen = np.empty((len(parts), places.size))
         for row, values in zip(chosen, parts, strict=True):
             self._widen(values[places], row)
-        sums[places] = [_exact(column, self._wide) for column in chosen.T.tolist()]
+        columns: list[list[float]] = chosen.T.tolist()
+        return columns
+
+    def _divide(self, parts: Sequence[Flat], total: Flat, errors: Flat, unfinished: Any) -> Flat:
+        """The averages, rounded as sums are; ``total + errors`` is the exact sum where it is not ``unfinished``."""
+        ranks = len(parts)
+        sums, work = np.empty((2, total.size))
+        _add(total, errors, sums, errors, work)
+        quotient = sums / ranks
+        rest = _remainder(sums, quotient, ranks)
+        more = (rest + errors) / ranks
+        found = np.where(more == 0, quotient, quotient + more)
+        magnitude = np.abs(quotient)
+        # also where the quotient is NaN, with which every comparison is False
+        unfinished = unfinished | ~((magnitude > _SMALLEST_SPLIT) & (magnitude < _LARGEST_SPLIT)) & (
+            sums != 0
+        )
+        if not self._wide:
+            unfinished |= ((found.view(np.int64) & _BELOW_TIE) == 0) & (more != 0)
+        else:
+            margin = more * 2.0**-50
+            places = np.flatnonzero((quotient + (more - margin)) != (quotient + (more + margin)))
+            # often a quotient is in the middle between two numbers, and then ``more`` is exact
+            rest, more, errors = rest[places], more[places], errors[places]
+            left = np.empty(places.size)
+            _add(rest, errors, left, errors, np.empty(places.size))
+            unfinished[places] |= (errors != 0) | (_remainder(left, more, ranks) != 0)
+        self._finish_averages(parts, found, unfinished)
+        return found
+
+    def _finish_averages(self, parts: Sequence[Flat], found: Flat, unfinished: Flat) -> None:
+        """Write the averages that are not exact yet."""
+        if unfinished.any():
+            infinite = self._add_infinities(parts, found) if not np.isfinite(found).all() else np.False_
+            places = np.flatnonzero(unfinished & ~infinite)
+            found[places] = [_exact_average(column, self._wide) for column in self._columns(parts, places)]
 
     def _is_rounded(self, parts: Sequence[Flat]) -> Flat:
         """True for the elements for which the sum of the errors is rounded."""
@@ -356,6 +413,15 @@ def _add(total: Flat, values: Flat, new: Flat, error: Flat, work: Flat) -> None:
     np.add(error, work, out=error)
 
 
+def _remainder(values: Flat, quotient: Flat, divisor: int) -> Flat:
+    """``values - quotient * divisor``, exactly, where ``quotient`` is ``values / divisor``, rounded."""
+    work = quotient * _SPLIT
+    upper = work - (work - quotient)
+    # both halves have so few bits that their products are exact
+    remainder: Flat = (values - upper * divisor) - (quotient - upper) * divisor
+    return remainder
+
+
 def _move_off_ties(sums: Flat, total: Flat, missing: Flat) -> None:
     """Where ``sums`` are in the middle between two float32 numbers, move them towards the exact ``total - missing``."""
     places = np.flatnonzero((sums.view(np.int64) & _BELOW_TIE) == 0)
@@ -385,6 +451,18 @@ def _exact(values: list[float], is_final: bool) -> float:
         return total
     rest = math.fsum([*values, -total])
     return total if rest == 0 else math.nextafter(total, math.inf if rest > 0 else -math.inf)
+
+
+def _exact_average(values: list[float], is_final: bool) -> float:
+    """The average of finite numbers, rounded as :func:`_exact` does."""
+    exact = sum(map(Fraction, values)) / len(values)
+    if exact == 0:
+        return -0.0 if all(math.copysign(1, value) < 0 for value in values) else 0.0
+    found = float(exact)
+    if is_final or found == exact:
+        return found
+    towards = math.nextafter(found, math.inf if exact > found else -math.inf)
+    return towards if struct.unpack("<q", struct.pack("<d", found))[0] & _BELOW_TIE == 0 else found
 
 
 def unify_nans(values: Flat) -> None:
