@@ -66,9 +66,6 @@ def _all_gather(
 ) -> None:
     sent: Any = [source, mpi_type]
     if flat_memory.overlap(source, out):
-        own = split(out, counts)[group.rank]
-        if flat_memory.address(own) != flat_memory.address(source):
-            flat_memory.copy([(own, flat_memory.clone(source))])
         sent = group.mpi.MPI.IN_PLACE
     if len(set(counts)) == 1:
         group.execute("Allgather", sent, [out, mpi_type])
@@ -193,8 +190,6 @@ def all_to_all(group: GroupCommunicator, call: Call, even: bool) -> None:
     single = call.op.joined
     if single:
         source, out = flat_of(call.inputs[0]), flat_of(call.outputs[0])
-        if flat_memory.overlap(source, out):
-            source = flat_memory.clone(source)
         if not large:
             _exchange(group, source, out, call, even, mpi_type)
             return
@@ -206,8 +201,6 @@ def all_to_all(group: GroupCommunicator, call: Call, even: bool) -> None:
             _exchange(group, flat_memory.concatenated(sources), packed, call, even, mpi_type)
             flat_memory.split_into(packed, targets)
             return
-        if any(flat_memory.overlap(s, t) for s in sources for t in targets):
-            sources = [flat_memory.clone(s) for s in sources]
     _pairwise_exchange(group, sources, targets, mpi_type)
 
 

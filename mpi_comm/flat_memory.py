@@ -49,13 +49,6 @@ def copy(pairs: Iterable[tuple[Flat, Flat]]) -> None:
         target[:] = source
 
 
-def clone(flat: Flat) -> Flat:
-    """A copy of an array."""
-    made = empty(flat.size, flat)
-    copy([(made, flat)])
-    return made
-
-
 def concatenated(chunks: Sequence[Flat]) -> Flat:
     """A copy of all arrays in one, in order."""
     packed = empty(sum(p.size for p in chunks), chunks[0])

@@ -208,19 +208,7 @@ def _reduce_scatter(group: GroupCommunicator, call: Call, method: ReductionMetho
         chunks = split(flat, [out.size] * group.size)
     else:
         chunks = [flat_of(b) for b in call.inputs]
-    group.ignoring_fp_errors(_reduce_scatter_chunks, group, method, chunks, flat if single else None, out)
-
-
-def _reduce_scatter_chunks(
-    group: GroupCommunicator, method: ReductionMethod, chunks: Sequence[Flat], flat: Flat | None, out: Flat
-) -> None:
-    """Reduce to a temporary array if the output overlaps another rank's chunk, which would be overwritten."""
-    if any(i != group.rank and flat_memory.overlap(c, out) for i, c in enumerate(chunks)):
-        result = flat_memory.empty(out.size, out)
-        _reduce_chunks(group, method, chunks, flat, result)
-        flat_memory.copy([(out, result)])
-    else:
-        _reduce_chunks(group, method, chunks, flat, out)
+    group.ignoring_fp_errors(_reduce_chunks, group, method, chunks, flat if single else None, out)
 
 
 def _reduce_chunks(

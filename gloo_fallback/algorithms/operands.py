@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
-
-from gloo_fallback.shm.peer_memory import address_of
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
 from unicoll.backend.fallbacks import flat_of, split
-
-_COPIED = 1 << 14
-"""Maximum bytes of a list of arrays for which a copy is faster than the search for overlaps."""
 
 
 def bounds_of(count: int, parts: int) -> list[int]:
@@ -41,32 +34,12 @@ def blocks_of(buffers: Sequence[Buffer], single: bool, ranks: int) -> list[Flat]
 
 
 def exchanged_blocks(call: Call) -> tuple[list[Flat], list[Flat]]:
-    """The blocks of an all_to_all that go to each rank, and those that come from each rank.
-
-    Those that go are copies if the others overlap them, which are written before all have left.
-    """
+    """The blocks of an all_to_all that go to each rank, and those that come from each rank."""
     assert call.in_counts is not None
     assert call.out_counts is not None
     sources = split_blocks(call.inputs, call.in_counts, call.op.joined)
     targets = split_blocks(call.outputs, call.out_counts, call.op.joined)
-    if call.op.joined:
-        overlap = np.may_share_memory(flat_of(call.inputs[0]), flat_of(call.outputs[0]))
-    elif sum(call.in_counts) * sources[0].itemsize <= _COPIED:
-        return split(np.concatenate(sources), call.in_counts), targets
-    else:
-        overlap = _overlap(sources, targets)
-    return [source.copy() for source in sources] if overlap else sources, targets
-
-
-def _overlap(some: Sequence[Flat], others: Sequence[Flat]) -> bool:
-    """True if one of some arrays shares memory with one of the others, which are apart from each other."""
-    spans = sorted((start := address_of(array), start + array.nbytes) for array in others if array.nbytes)
-    for array in some:
-        start = address_of(array)
-        place = bisect_left(spans, (start + array.nbytes,))
-        if array.nbytes and place and spans[place - 1][1] > start:
-            return True
-    return False
+    return sources, targets
 
 
 class NodeSums:

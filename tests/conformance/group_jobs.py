@@ -60,8 +60,12 @@ def splits() -> None:
     assert total(alone) == me()
     some = dist.split_group(None, [[3, 1]])
     assert (some is None) == (me() % 2 == 0)
-    if some is not None:
-        assert total(some) == 4
+    if some is not None:  # the position in the list is the rank
+        assert some.ranks == (3, 1)
+        assert some.rank() == {3: 0, 1: 1}[me()]
+        gathered = np.zeros(2)
+        dist.all_gather_into_tensor(gathered, np.full(1, float(me())), group=some)
+        assert gathered.tolist() == [3, 1]
     for bad in ([], [[0], [0]], [[7]]):
         failure = failure_of(lambda b=bad: dist.split_group(None, b))  # type: ignore[misc]
         assert failure is not None

@@ -235,16 +235,19 @@ def test_non_blocking_communicators_are_split_and_shrunk() -> None:
 
 @on_ranks(4, start=partial(run, backend="nccl", bound=True))
 def test_groups_are_split_from_one_that_has_connected() -> None:
-    """By the colors that NCCL gets."""
+    """By the colors that NCCL gets; the position in the list is the rank."""
     me = dist.get_rank()
     colors: list[Any] = []
     with calling("comm_split", lambda comm, color, key, config: colors.append(color)):
         evens = dist.new_group([0, 2])
-        halves = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+        halves = dist.split_group(split_ranks=[[1, 0], [2, 3]])
     x, y = arrays.full(2, me, np.float32), arrays.full(2, me, np.float32)
     if me % 2 == 0:
         dist.all_reduce(x, group=evens)
+    gathered = arrays.full(4, -1, np.float32)
+    dist.all_gather_into_tensor(gathered, y, group=halves)
     dist.all_reduce(y, group=halves)
+    assert gathered.numpy().tolist() == ([1, 1, 0, 0] if me < 2 else [2, 2, 3, 3])
     assert x.numpy().tolist() == [[2.0, 1.0, 2.0, 3.0][me]] * 2
     assert y.numpy().tolist() == [[1.0, 1.0, 5.0, 5.0][me]] * 2
     assert colors == [[0, 0], [None, 0], [0, 2], [None, 2]][me]

@@ -289,7 +289,8 @@ def split_group(
 
     Args:
         parent_pg: what to cut; None is the default group.
-        split_ranks: for each part the ranks *in the parent* of its members.
+        split_ranks: for each part the ranks *in the parent* of its members; their positions are their ranks in it, as
+            in torch from 2.14 on (earlier versions sort them).
         color: ranks that give the same number form a part; None for no part.
         key: a part's ranks are in the order of their keys, and of their ranks in the parent where keys are equal.
         timeout: default timeout of the parts; None takes the parent's.
@@ -320,7 +321,7 @@ def split_group(
             if not parts:
                 return None
         elif split_ranks:
-            parts = [sorted(part) for part in split_ranks]
+            parts = [[*part] for part in split_ranks]
         else:
             raise DistArgumentError("split_group: split_ranks is empty")
         everyone = [r for part in parts for r in part]

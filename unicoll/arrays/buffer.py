@@ -77,6 +77,14 @@ class Buffer:
         """Bytes of payload."""
         return self.count * self.dtype.itemsize
 
+    @property
+    def address(self) -> int:
+        """Of the first byte, in host or device memory."""
+        if self.flat is None:
+            return self.ptr
+        address: int = self.flat.__array_interface__["data"][0]
+        return address
+
     def first(self, count: int) -> Buffer:
         """Its first elements, for a copy to them; :meth:`write_back` remains with this buffer."""
         flat = self.flat[:count] if self.flat is not None else None

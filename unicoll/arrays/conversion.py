@@ -276,6 +276,38 @@ def _from_memory(array: Any) -> Buffer:
     return buffer
 
 
+# --- copies ------------------------------------------------------------------------------------------------------
+
+
+def copy_of(buffer: Buffer, op: str) -> Buffer:
+    """A buffer with a copy of the memory of a contiguous array, made in the order of its library's current stream.
+
+    Args:
+        op: name of the operation, for errors.
+
+    Raises:
+        DistArgumentError: the array is on a device, and its library has no function for it.
+    """
+    if buffer.flat is not None:
+        flat = buffer.flat.copy()
+        return Buffer(flat, buffer.dtype, buffer.shape, flat)
+    owner, kind = buffer.owner, type(buffer.owner)
+    torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
+    if torch is not None and torch.Tensor in kind.__mro__:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return as_buffer(torch.Tensor.clone(owner).as_subclass(torch.Tensor), op)
+    if cupy is not None and cupy.ndarray in kind.__mro__:
+        with cupy.cuda.Device(buffer.device.index):  # CuPy allocates and copies on the current one
+            return as_buffer(cupy.ndarray.view(owner, cupy.ndarray).copy(), op)
+    copy = getattr(owner, "copy", None)
+    if copy is None:
+        raise DistArgumentError(
+            f"{op}: the input {buffer} overlaps an output, and {kind.__name__} has no copy(): copy it first",
+            op=op,
+        )
+    return as_buffer(copy(), op)
+
+
 # --- recognition -------------------------------------------------------------------------------------------------
 
 _FAMILIES: dict[str, Callable[[type], Adapter | None]] = {

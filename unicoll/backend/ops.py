@@ -71,6 +71,7 @@ class Op:
         root_has_sizes: True if only the root knows all sizes, and each other rank its own.
         joined: True if the parts of all ranks lie in one array instead of a list.
         in_place: True if one array is input and output.
+        separate: True if inputs and outputs are different arrays, which may overlap.
         moves_data: False for an operation that only synchronizes.
         root_name: "src" or "dst", or "" without a root.
     """
@@ -95,6 +96,7 @@ class Op:
     root_has_sizes: bool = field(init=False)
     joined: bool = field(init=False)
     in_place: bool = field(init=False)
+    separate: bool = field(init=False)
     moves_data: bool = field(init=False)
     root_name: str = field(init=False)
 
@@ -107,6 +109,7 @@ class Op:
             "joined": sizes in (Sizes.GATHERED_FLAT, Sizes.SCATTERED_FLAT)
             or (sizes is Sizes.EXCHANGED and one),
             "in_place": sizes is Sizes.SAME,
+            "separate": sizes not in (Sizes.SAME, Sizes.NONE),
             "moves_data": self.inputs is not Arity.NONE or self.outputs is not Arity.NONE,
             "root_name": ("src" if root_gives else "dst") if self.rooted else "",
         }

@@ -31,6 +31,7 @@ from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.group.arguments import as_integer, buffers_of, call_site
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
+from unicoll.group.overlaps import separate
 from unicoll.group.validation_cache import EVEN, Run, Splits, ValidationCache, kind_of
 from unicoll.net.timeouts import Timeout
 
@@ -127,6 +128,8 @@ class Dispatcher:
         call.kind = kind
         if counts is not EVEN:
             call.in_counts, call.out_counts = counts
+        if op.separate:
+            separate((call,), self._context.rank)
         try:  # a method has called this one
             frame = _getframe(3) if settings.by_functions else user_frame(_getframe(2))
         except ValueError:  # no Python code has called the public function
@@ -181,6 +184,7 @@ class Dispatcher:
             inputs, outputs = (own, listed) if op.sizes is _GATHERED else (listed, own)
             call = self._new(settings, op, inputs, outputs, timeout, None, root)
             backend, run, kind = self.validation.validate(call)
+            separate((call,), self._context.rank)
         except Exception as e:
             if root == self._context.rank and self._context.size > 1:
                 self._refuse(settings, op, own, timeout, root, e)
@@ -221,6 +225,7 @@ class Dispatcher:
                 op=op.name,
             )
         batch = tuple(calls)
+        separate(batch, self._context.rank)
         work = Work(_post_recorded(backends[0], batch, kinds), batch)
         if async_op:
             return work
@@ -301,6 +306,8 @@ class Dispatcher:
         started = [self._message(settings, message, timeout, several) for message in messages]
         if not started:
             return []
+        if several:
+            separate([call for call, *_ in started], self._context.rank)
         site = call_site()
         works: list[Work] = []
         # device arrays and host arrays may be mixed

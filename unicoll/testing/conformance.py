@@ -102,6 +102,10 @@ class Conformance:
             "test_refuses_what_it_does_not_reduce": {"op": cls.among(REDUCING)},
             "test_messages": {"size": cls.large_sizes},
             "test_coalesced_calls": {"size": cls.coalesced_sizes},
+            "test_inputs_that_overlap_outputs_are_read_first": {
+                "size": cls.large_sizes,
+                "async_op": (False, True),
+            },
             "test_nobody_leaves_a_barrier_before_all_have_come": {"size": cls.barrier_sizes},
         }
         return known.get(test, {})
@@ -350,6 +354,20 @@ class Conformance:
         self.needs("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
         for async_op in (False, True):
             assert pool(size).run(jobs.coalesced, async_op, self.families[0]) == [None] * size
+
+    @sampled("size", "async_op", 1)
+    def test_inputs_that_overlap_outputs_are_read_first(self, size: int, async_op: bool, pool: Pools) -> None:
+        needed = [op for op in DATA if OPS[op].separate]
+        found = self.among(needed) + (["sendrecv"] if len(self.among(("send", "recv"))) == 2 else [])
+        wrong = [
+            w for each in pool(size).run(jobs.overlapping, self.families[0], found, async_op) for w in each
+        ]
+        assert not wrong, wrong
+
+    def test_outputs_that_overlap_each_other_are_refused(self, pool: Pools) -> None:
+        self.needs("all_gather", "all_to_all", "all_reduce", "all_gather_into_tensor")
+        for errors in pool(2).run(jobs.overlapping_outputs, self.families[0]):
+            assert all("outputs 0 and 1 overlap each other" in error for error in errors), errors
 
     def test_nobody_leaves_a_barrier_before_all_have_come(self, size: int, pool: Pools) -> None:
         self.needs("barrier")

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,87 @@ def coalesced(async_op: bool, kind: str) -> None:
     two = [hold(np.full(4, me, np.float32)), hold(np.full(4, me, np.int32))]
     finish(dist.all_reduce_coalesced(arrays(two), async_op=async_op))
     assert all((t.read() == sum(range(n))).all() for t in two)
+
+
+def overlapping(kind: str, operations: Sequence[str], async_op: bool) -> list[str]:
+    """Calls whose inputs overlap their outputs: what differs from the result for a copy of the inputs."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    wrong = []
+    for k, op in product((3, 70_000), operations):
+        memory = [(np.arange(n * k + 1) * (rank + 1)).astype(np.int32) for rank in range(n)]
+        held = family(kind).hold(memory[me], "contiguous")
+        work = _overlapping_call(op, held.array, k, async_op)
+        if work is not None:
+            work.wait()
+        different = np.flatnonzero(held.read() != _memory_afterwards(op, memory, k))
+        if different.size:
+            wrong.append(f"rank {me}: {op} of {k}: {different.size} elements from {different[0]} on")
+    return wrong
+
+
+def _parts(array: Any, k: int, start: int = 0) -> list[Any]:
+    """One of ``k`` elements for each rank."""
+    return [array[start + i * k : start + (i + 1) * k] for i in range(dist.get_world_size())]
+
+
+def _overlapping_call(op: str, x: Any, k: int, async_op: bool) -> Any:
+    """An operation on parts of the array ``x`` that overlap."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    part, whole, parts = x[1 : k + 1], x[: n * k], _parts(x, k)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "all_gather": (parts, part),
+        "all_gather_into_tensor": (whole, part),
+        "gather": (part, parts if me == 0 else None),
+        "scatter": (part, parts if me == 0 else None),
+        "reduce_scatter": (part, parts),
+        "reduce_scatter_tensor": (part, whole),
+        "all_to_all": (_parts(x, k, 1), parts),
+        "all_to_all_single": (x[1:], whole),
+    }
+    if op == "sendrecv":
+        dist.sendrecv(x[:-1], (me + 1) % n, x[1:], (me - 1) % n)
+        return None
+    return getattr(dist, op)(*arguments[op], async_op=async_op)
+
+
+def _memory_afterwards(op: str, memory: list[Any], k: int) -> Any:
+    """The array of this rank after :func:`_overlapping_call`, from those of all ranks before it."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    found = memory[me].copy()
+    if op in ("all_gather", "all_gather_into_tensor") or (op == "gather" and me == 0):
+        found[: n * k] = np.concatenate([each[1 : k + 1] for each in memory])
+    elif op == "scatter":
+        found[1 : k + 1] = _parts(memory[0], k)[me]
+    elif op.startswith("reduce_scatter"):
+        found[1 : k + 1] = _parts(np.sum(memory, axis=0, dtype=np.int32), k)[me]
+    elif op.startswith("all_to_all"):
+        found[1:] = np.concatenate([_parts(each, k)[me] for each in memory])
+    elif op == "sendrecv":
+        found[1:] = memory[(me - 1) % n][:-1]
+    return found
+
+
+def overlapping_outputs(kind: str) -> list[str]:
+    """The errors of calls whose outputs overlap each other; the group must work afterwards."""
+    n = dist.get_world_size()
+    x, y = (family(kind).hold(np.zeros(3 * n, np.float32), "contiguous").array for _ in range(2))
+    calls: list[Any] = [
+        partial(dist.all_gather, [y[:3]] * n, x[:3]),
+        partial(dist.all_to_all, [y[i : i + 3] for i in range(n)], [x[:3]] * n),
+        partial(dist.all_reduce_coalesced, [x, x[2:]]),
+        partial(dist.all_gather_into_tensor_coalesced, [y, y], [x[:3], x[3:6]]),
+    ]
+    errors = []
+    for call in calls:
+        try:
+            call()
+            errors.append("nothing")
+        except dist.DistArgumentError as e:
+            errors.append(str(e))
+    ones = np.ones(3)
+    dist.all_reduce(ones)
+    assert (ones == n).all()
+    return errors
 
 
 def barrier_times(call: str) -> tuple[float, float]:
