@@ -236,6 +236,7 @@ def bad_calls() -> list[tuple[str, str, Callable[[], Any]]]:
     frozen = np.ones(4, np.float32)
     frozen.flags.writeable = False
     many = [x.copy(), x.copy()]
+    windows = np.lib.stride_tricks.sliding_window_view(x, 2, writeable=True)
     d: Any = dist
     op, me = dist.ReduceOp, dist.get_rank()
     other = 1 - me
@@ -267,6 +268,8 @@ def bad_calls() -> list[tuple[str, str, Callable[[], Any]]]:
         ("read-only", lambda: d.all_reduce(frozen)),
         ("read-only", lambda: d.broadcast(frozen, other)),
         ("read-only", lambda: d.scatter(frozen, many, me)),
+        ("in the same memory", lambda: d.all_reduce(windows)),
+        ("outputs 0 and 1 overlap", lambda: d.all_gather([x, x], x.copy())),
         ("src", lambda: d.broadcast(x, 2)),
         ("dst", lambda: d.reduce(x, -1)),
         ("src", lambda: d.broadcast(x)),

@@ -3,6 +3,10 @@
 Each function resolves its group and calls the group's method of the same name; roots given as global ranks become
 ranks in the group. "Array" is a NumPy, CuPy or torch array. All ranks of the group make the same call, in the same
 order as their other calls on this group, with arrays of the same element type.
+
+Inputs that overlap outputs are read first: they are copied, unless a rank's own part of the data is where the result
+has it. (The input of an all_gather may be the rank's own output, or its part of ``output_tensor``; the output of a
+reduce_scatter or scatter its own input; and so on.) Outputs that overlap each other are refused.
 """
 
 from __future__ import annotations

@@ -197,7 +197,8 @@ def sendrecv(
 
     Args:
         sendtensor, dst, sendtag, group_dst: as in :func:`send`.
-        recvtensor, src, recvtag, group_src, status: as in :func:`recv`. The arrays must not overlap.
+        recvtensor, src, recvtag, group_src, status: as in :func:`recv`. Where the two arrays overlap, what is
+            sent is copied first.
         group: the process group; None means the default one.
         timeout: how long each of the two may take (timedelta, or seconds); None takes the group's.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ class Buffer:
             buffer was made.
         current_stream: for device memory a function that returns the handle of the library's current stream on the
             device at the time of the call; None on the CPU.
-        writable: True if results may be written to the array. False for read-only memory, for a tensor that was
+        writable: True if results may be written to the array. False for read-only memory, for an array that was
             expanded, whose elements share memory, and for one whose values autograd needs for the backward pass.
         unpack: copies a packed copy back into ``owner``; None if ``flat`` or ``ptr`` is the owner's own memory.
     """
@@ -109,6 +109,26 @@ class Buffer:
         return f"{self.dtype.name}{list(self.shape)}" + (
             "" if self.device.type == "cpu" else f" on {self.device}"
         )
+
+
+def has_shared_elements(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
+    """True if several elements of an array have the same memory, as after a broadcast; strides as ``itemsize``."""
+    if 0 in shape:
+        return False
+    steps = sorted((abs(step), size) for step, size in zip(strides, shape, strict=True) if size > 1)
+    extent = itemsize
+    for step, size in steps:
+        if step < extent:
+            break
+        extent += step * (size - 1)
+    else:
+        return False
+    if steps[0][0] == 0:
+        return True
+    offsets = np.zeros(1, np.int64)
+    for step, size in steps:
+        offsets = np.add.outer(offsets, np.arange(size) * step).reshape(-1)
+    return bool((np.diff(np.sort(offsets)) < itemsize).any())
 
 
 Adapter = Callable[[Any], Buffer]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from unicoll.arrays import devices, dlpack
-from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, register_current_stream
+from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, has_shared_elements, register_current_stream
 from unicoll.arrays.device_runtime import LEGACY_STREAM
 from unicoll.arrays.torch_tensors import torch_family
 from unicoll.arrays.types import BY_NAME, DTYPES, Device, DType
@@ -71,7 +71,8 @@ def _from_numpy(array: FlatArray) -> Buffer:
     def unpack() -> None:
         array[...] = packed
 
-    return Buffer(array, dtype, array.shape, flat, flags.writeable, unpack)
+    writable = flags.writeable and not has_shared_elements(array.shape, array.strides, array.itemsize)
+    return Buffer(array, dtype, array.shape, flat, writable, unpack)
 
 
 def _numpy_family(kind: type) -> Adapter | None:
@@ -238,8 +239,9 @@ def _cupy_adapter(cupy: Any) -> Adapter:
         dtype = _BY_NUMPY.get(array.dtype) or _numpy_dtype(array.dtype)
         index = array.device.id
         device, current_stream = known.get(index) or add_device(index)
-        unpack, packed = None, array
+        unpack, packed, writable = None, array, True
         if not array.flags.c_contiguous:
+            writable = not has_shared_elements(array.shape, array.strides, array.itemsize)
             with cupy.cuda.Device(index):  # CuPy allocates and copies on the current one
                 packed = cupy.ascontiguousarray(array)
 
@@ -252,7 +254,7 @@ def _cupy_adapter(cupy: Any) -> Adapter:
             dtype,
             array.shape,
             None,
-            True,
+            writable,
             unpack,
             device,
             packed.data.ptr,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from unicoll.arrays import devices
-from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, register_current_stream
+from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, has_shared_elements, register_current_stream
 from unicoll.arrays.types import DTYPES, Device, DType
 from unicoll.errors import DistTypeError
 
@@ -118,7 +118,7 @@ def _torch_adapter(torch: Any) -> Adapter:
         writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             packed, unpack = _packed_tensor(tensor.detach())
-            writable = writable and not _has_shared_elements(tensor)
+            writable = writable and not has_shared_elements(tensor.shape, tensor.stride())
         return Buffer(tensor, dtype, shape, _memory(packed, dtype), writable, unpack)
 
     return adapt
@@ -142,11 +142,6 @@ def _no_memory(tensor: Any) -> int:
         f"a tensor of shape {list(tensor.shape)} without memory cannot be communicated: it is a functional tensor of"
         " torch's tracing, or its storage was freed"
     )
-
-
-def _has_shared_elements(tensor: Any) -> bool:
-    """True if several elements of a tensor have the same memory, as after ``expand``; torch refuses to write to it."""
-    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _packed_tensor(source: Any) -> tuple[Any, Callable[[], None]]:
@@ -199,7 +194,7 @@ def _torch_on_device(torch: Any, kind: str) -> Callable[[Any, DType, Any], Buffe
         writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             packed, unpack = _packed_tensor(tensor.detach())
-            writable = writable and not _has_shared_elements(tensor)
+            writable = writable and not has_shared_elements(tensor.shape, tensor.stride())
         return Buffer(
             tensor,
             dtype,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from unicoll.arrays.buffer import has_shared_elements
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import COMPRESSIONS
 from unicoll.backend.call import Call
@@ -58,8 +59,12 @@ def _write_refusal(buffer: Buffer) -> str:
             "requires grad and was computed from other tensors: a write that autograd does not record would make"
             " their gradients wrong; give its .detach(), or call this under torch.no_grad()"
         )
-    if hasattr(type(buffer.owner), "stride"):  # a tensor of torch: none is read-only
+    kind = type(buffer.owner)
+    if hasattr(kind, "stride"):  # a tensor of torch: none is read-only
         return "has several elements in the same memory; give its .clone()"
+    shape, strides = getattr(buffer.owner, "shape", ()), getattr(buffer.owner, "strides", None)
+    if strides and has_shared_elements(shape, strides, buffer.dtype.itemsize):
+        return "has several elements in the same memory; give a copy"
     return "is read-only"
 
 
