@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from typing import Generic, Protocol, TypeVar
+from collections import Counter, OrderedDict
+from typing import Any, Generic, Protocol, TypeVar
 
 from unicoll.backend.call import Call
 from unicoll.backend.ops import PROBE
@@ -35,19 +35,30 @@ P = TypeVar("P", bound=Pending)
 M = TypeVar("M", bound=Message)
 
 
+_Key = tuple[int, "int | None"]
+"""Source, -1 for any, and tag, None for any."""
+_NONE: OrderedDict[Any, Any] = OrderedDict()
+
+
 class MessageMatcher(Generic[P, M]):
     """The posted receives and probes, and the messages without a receive. Moves no bytes; the caller holds a lock.
+
+    Both are kept in order, and again by source and tag, so that the time for a match does not depend on how many there
+    are. (The first of a dict is found slowly after many deletions, that of an OrderedDict is not.)
 
     Args:
         size: number of ranks of the group.
 
     Attributes:
-        posted: receives and probes without a message, in order.
+        posted: receives and probes without a message, in order, with serial numbers.
     """
 
     def __init__(self, size: int) -> None:
-        self.posted: list[P] = []
-        self._unexpected: list[deque[tuple[int, M]]] = [deque() for _ in range(size)]  # with a serial number
+        self.posted: OrderedDict[P, int] = OrderedDict()
+        self._receives: dict[_Key, OrderedDict[P, int]] = {}
+        self._probes: list[P] = []
+        self._unexpected: list[OrderedDict[int, M]] = [OrderedDict() for _ in range(size)]
+        self._by_tag: dict[_Key, OrderedDict[int, M]] = {}
         self._serial = 0
 
     def post_receive(self, pending: P) -> M | None:
@@ -55,10 +66,10 @@ class MessageMatcher(Generic[P, M]):
         call = pending.call
         found = self._first(call)
         if found is None:
-            self.posted.append(pending)
+            self._post(pending)
             return None
-        message = found[1]
-        self._unexpected[message.peer].remove(found)
+        serial, message = found
+        self._remove(serial, message)
         call.matched(message.peer, message.tag, message.code, message.size)
         return message
 
@@ -66,22 +77,42 @@ class MessageMatcher(Generic[P, M]):
         """Give a probe the oldest unexpected message that matches it, and return True; without one, post the probe."""
         found = self._first(pending.call)
         if found is None:
-            self.posted.append(pending)
+            self._post(pending)
             return False
         message = found[1]
         pending.call.matched(message.peer, message.tag, message.code, message.size)
         return True
 
+    def _post(self, pending: P) -> None:
+        self._serial += 1
+        self.posted[pending] = self._serial
+        call = pending.call
+        if call.op is PROBE:
+            self._probes.append(pending)
+        else:
+            self._receives.setdefault((call.peer, call.tag), OrderedDict())[pending] = self._serial
+
     def _first(self, call: Call) -> tuple[int, M] | None:
-        sources = self._unexpected if call.peer < 0 else (self._unexpected[call.peer],)
+        """The oldest unexpected message that matches a receive or probe, with its serial number."""
+        tag = call.tag
         found: tuple[int, M] | None = None
-        for source in sources:
-            for one in source:
-                if call.tag is None or one[1].tag == call.tag:
-                    if found is None or one[0] < found[0]:
-                        found = one
-                    break
+        for peer in range(len(self._unexpected)) if call.peer < 0 else (call.peer,):
+            queue = self._unexpected[peer]
+            if queue and tag is not None:
+                queue = self._by_tag.get((peer, tag), _NONE)
+            if queue:
+                serial = next(iter(queue))
+                if found is None or serial < found[0]:
+                    found = serial, queue[serial]
         return found
+
+    def _remove(self, serial: int, message: M) -> None:
+        key = message.peer, message.tag
+        del self._unexpected[message.peer][serial]
+        queue = self._by_tag[key]
+        del queue[serial]
+        if not queue:
+            del self._by_tag[key]
 
     def empty(self, peer: int) -> bool:
         """True if nothing is posted, and no message from ``peer`` is queued; -1 is any."""
@@ -91,58 +122,71 @@ class MessageMatcher(Generic[P, M]):
 
     def find_receive(self, peer: int, tag: int) -> P | None:
         """The first posted receive that matches a message, or None."""
-        for pending in self.posted:
-            call = pending.call
-            if (
-                (call.peer == peer or call.peer < 0)
-                and (call.tag == tag or call.tag is None)
-                and call.op is not PROBE
-            ):
-                return pending
-        return None
+        found: P | None = None
+        if self._receives:
+            posted = self.posted
+            for key in ((peer, tag), (-1, tag), (peer, None), (-1, None)):
+                queue = self._receives.get(key)
+                if queue is not None:
+                    first = next(iter(queue))
+                    if found is None or posted[first] < posted[found]:
+                        found = first
+        return found
 
     def is_awaited(self, peer: int, tag: int) -> bool:
         """True if a posted receive or probe matches a message."""
-        return any(_matches(pending.call, peer, tag) for pending in self.posted)
+        return self.find_receive(peer, tag) is not None or any(
+            _matches(pending.call, peer, tag) for pending in self._probes
+        )
 
     def match(self, pending: P, peer: int, tag: int, code: int, size: int) -> None:
-        """Remove a posted receive whose message has arrived."""
-        self.posted.remove(pending)
+        """Remove a posted receive or probe whose message has arrived."""
+        self.cancel(pending)
         pending.call.matched(peer, tag, code, size)
 
     def add_unexpected(self, message: M) -> list[P]:
         """Queue a message without a receive; returns the probes that it ends."""
         self._serial += 1
         peer, tag = message.peer, message.tag
-        self._unexpected[peer].append((self._serial, message))
-        ended = [pending for pending in self.posted if _matches(pending.call, peer, tag)]
+        self._unexpected[peer][self._serial] = message
+        self._by_tag.setdefault((peer, tag), OrderedDict())[self._serial] = message
+        ended = [pending for pending in self._probes if _matches(pending.call, peer, tag)]
         for pending in ended:
             self.match(pending, peer, tag, message.code, message.size)
         return ended
 
     def discard(self, message: M) -> None:
         """Remove an incomplete message whose connection has ended."""
-        queue = self._unexpected[message.peer]
-        found = next((one for one in queue if one[1] is message), None)
-        if found is not None:
-            queue.remove(found)
+        for serial, one in self._unexpected[message.peer].items():
+            if one is message:
+                self._remove(serial, message)
+                break
 
     def cancel(self, pending: P) -> None:
         """Remove a posted receive or probe, if it is still posted."""
-        if pending in self.posted:
-            self.posted.remove(pending)
+        if pending not in self.posted:
+            return
+        # the order here and in _post(): what an exception of a signal's handler interrupts can still be cancelled
+        if pending in self._probes:
+            self._probes.remove(pending)
+        key = pending.call.peer, pending.call.tag
+        queue = self._receives.get(key, _NONE)
+        queue.pop(pending, None)
+        if not queue:
+            self._receives.pop(key, None)
+        self.posted.pop(pending, None)
 
     def cancel_all(self, peer: int | None = None) -> list[P]:
         """Remove and return all that is posted, or what is posted for messages from ``peer`` only."""
         cancelled = [pending for pending in self.posted if peer is None or pending.call.peer == peer]
         for pending in cancelled:
-            self.posted.remove(pending)
+            self.cancel(pending)
         return cancelled
 
     def others(self, call: Call) -> str:
         """The unexpected messages of a receive's source, as the end of an error about its timeout; "" if none."""
         sources = self._unexpected if call.peer < 0 else (self._unexpected[call.peer],)
-        tags = Counter(message.tag for source in sources for _, message in source)
+        tags = Counter(message.tag for source in sources for message in source.values())
         if not tags:
             return ""
         listed = [
