@@ -6,6 +6,7 @@ import re
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -198,6 +199,22 @@ def test_split_sizes_that_do_not_fit_each_other(count: int) -> None:
     text = mismatch(partial(dist.all_to_all_single, room, given, take, give))
     for word in ("rank 0", "rank 1", f"{count} elements", f"room for {count + 1}"):
         assert word in text
+
+
+@on_ranks(2)
+def test_the_error_has_the_lines_of_calls_in_threads() -> None:
+    """Each rank makes its call in a thread, while the main thread waits for that."""
+
+    def call(**options: Any) -> None:
+        dist.all_reduce(np.ones(3 + dist.get_rank()), **options)
+
+    line = f"{__file__}:{call.__code__.co_firstlineno + 1}"
+    with ThreadPoolExecutor(1) as threads:
+        text = mismatch(lambda **options: threads.submit(call, **options).result())
+    assert re.findall(r"rank (\d): all_reduce\(float64\[[34]\], SUM\) #1 at (.*)", text) == [
+        ("0", line),
+        ("1", line),
+    ]
 
 
 @pytest.mark.parametrize("counts", [[4, 4, 4], [2, 0, 5], [70_000, 9, 300_000], [300_000, 300_000, 300_000]])

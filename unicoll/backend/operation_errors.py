@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from unicoll.arrays.types import DTYPES
 from unicoll.backend.flight_recorder import site_of
+from unicoll.backend.thread_activity import Activity, entries
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.errors import (
     AuthenticationError,
@@ -128,7 +129,7 @@ def mismatch_error(
     lines = []
     for member, rank in enumerate(context.ranks[:_SHOWN]):
         if member == context.rank:
-            doing = f"{call.describe()} #{call.seq}{_at(call.site or where())}"
+            doing = f"{call.describe()} #{call.seq}{_at(_site(call))}"
         else:
             doing = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
         lines.append(f"rank {rank}: {doing}")
@@ -275,9 +276,24 @@ def report(call: Call | None, last: EndedCall | None, links: str = "") -> Report
         "seq": seq if call is None else call.seq,
         "call": f"{call.describe()} #{call.seq}" if call is not None else None,
         "last": f"{ended.describe()} #{seq}" if ended is not None and call is None else None,
-        "where": call.site if call is not None and call.site else where(),
+        "where": where() if call is None else _site(call),
         "links": links,
     }
+
+
+def _site(call: Call) -> str:
+    """``file:line`` of the user's code that made a call, in whichever thread; called from any thread."""
+    if not call.site:
+        made = getattr(call, "of", call)
+        for entry in [*entries]:
+            if entry[1] is made:
+                activity = Activity(*entry)
+                with ThreadFrames() as frames:
+                    try:
+                        return line_of_user(activity.frame or frames.get(activity.thread))
+                    finally:
+                        frames.clear()  # they keep arrays alive
+    return call.site or where()
 
 
 def where() -> str:
