@@ -49,7 +49,7 @@ def program() -> list[tuple[Any, ...]]:
     _messages(me, n)
     if me % 2:
         dist.all_reduce(np.ones(5, np.int8), op=dist.ReduceOp.MAX, group=odd)
-        dist.gather(np.ones(2), [np.empty(2)] * 2 if me == 1 else None, group_dst=0, group=odd)
+        dist.gather(np.ones(2), [np.empty(2), np.empty(2)] if me == 1 else None, group_dst=0, group=odd)
     dist.monitored_barrier()
     return facts()
 

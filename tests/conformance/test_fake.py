@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,9 @@ def test_arrays_of_other_libraries_and_strided_ones(join: Join) -> None:
     assert z.tolist() == [0, 2, 4]
 
 
+_ADDRESSES = count(1 << 20, 1 << 20)
+
+
 class DeviceArray:
     """Memory of a GPU that does not exist: an access ends the process."""
 
@@ -164,7 +168,7 @@ class DeviceArray:
         self.__cuda_array_interface__ = {
             "shape": shape,
             "typestr": "<f4",
-            "data": (64, False),
+            "data": (next(_ADDRESSES), False),
             "version": 3,
             "strides": None,
         }
