@@ -154,7 +154,7 @@ def test_counters() -> None:
         dist.all_reduce(x)
     dist.all_reduce(x, async_op=True).wait()  # type: ignore[union-attr]
     dist.broadcast(x, 0)
-    dist.all_reduce_coalesced([x, x])
+    dist.all_reduce_coalesced([x, x.copy()])
     if me == 1:
         await_word()
         time.sleep(1.0)

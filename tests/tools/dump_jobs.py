@@ -43,7 +43,7 @@ def some_calls(directory: str) -> str:
     dist.all_reduce(x)
     dist.broadcast(x, 1)
     dist.all_gather([np.empty_like(x) for _ in range(dist.get_world_size())], x)
-    dist.all_reduce_coalesced([x, x[:2]])
+    dist.all_reduce_coalesced([x, x[:2].copy()])
     dist.all_to_all_single(np.empty(dist.get_world_size() * 2), np.ones(dist.get_world_size() * 2))
     dist.scan(x)
     if me < 2:
