@@ -65,6 +65,7 @@ def _all_gather(
     group: GroupCommunicator, source: Flat, out: Flat, counts: Sequence[int], mpi_type: Any
 ) -> None:
     sent: Any = [source, mpi_type]
+    # the dispatcher has copied an input that overlaps the output elsewhere than in this rank's own place
     if flat_memory.overlap(source, out):
         sent = group.mpi.MPI.IN_PLACE
     if len(set(counts)) == 1:

@@ -35,7 +35,7 @@ Operation = Callable[[Any, int], "Step | None"]
 VICTIM = 0
 """The rank that is interrupted."""
 TRIALS_S = 3600.0
-"""For all trials of an operation, of which the functions that make groups have 500, each half a second."""
+"""Seconds for all trials of an operation, of which the functions that make groups have 500, each half a second."""
 TIMEOUT_S = 30.0
 """No call needs it: it is wrong if one ends by it."""
 _CALLS = 3

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.interrupts import Interrupt, Points
 from unicoll.arrays.conversion import as_buffer
 from unicoll.backend.call import Call
 from unicoll.backend.message_matcher import MessageMatcher
@@ -121,6 +122,38 @@ def test_messages_match_in_order(seed: int) -> None:
         for each in (*range(SIZE), -1):
             queued = any(each in (-1, m.peer) for m in model.messages)
             assert matcher.empty(each) == (not model.posted and not queued)
+
+
+@pytest.mark.parametrize("probe", [False, True])
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_message_is_matched_after_an_interrupt(probe: bool, earlier: int) -> None:
+    """Of a receive that is posted, and of its cancellation: with the receive before it, or none."""
+    seen = None
+    for at in (None, *_interrupt(None, probe, earlier)[1]):
+        matcher, points = _interrupt(at, probe, earlier)
+        seen = seen or len(points)
+        assert len([p for p in matcher.posted if p.call.op is not PROBE]) == earlier
+        assert matcher.find_receive(1, 5) is (next(iter(matcher.posted)) if earlier else None)
+        assert matcher.is_awaited(1, 5) == bool(earlier)
+    assert seen
+
+
+def _interrupt(at: Any, probe: bool, earlier: int) -> tuple[MessageMatcher[Any, Any], list[Any]]:
+    matcher: MessageMatcher[Any, Any] = MessageMatcher(2)
+    for _ in range(earlier):
+        matcher.post_receive(Pending(1, 5))
+    pending = Pending(1, 5, probe)
+    with Points(at) as points:
+        try:
+            (matcher.post_probe if probe else matcher.post_receive)(pending)
+        except Interrupt:
+            matcher.find_receive(1, 5)  # by the thread that makes progress, before the receive is cancelled
+        try:
+            matcher.cancel(pending)
+        except Interrupt:
+            matcher.find_receive(1, 5)
+            matcher.cancel(pending)
+    return matcher, points.seen
 
 
 def _looks(count: int, expected: bool) -> int:

@@ -85,5 +85,5 @@ def test_calls_that_start_together() -> None:
     assert calls[0].inputs[0].flat is not None
     assert not np.shares_memory(calls[0].inputs[0].flat, memory)
     calls = [_call("recv", [], [_at(i, 4)], memory) for i in (8, 0, 3)]
-    with pytest.raises(DistArgumentError, match="recv: outputs 1 and 2 overlap each other"):
+    with pytest.raises(DistArgumentError, match="outputs 1 and 2 overlap each other, of 3 calls"):
         separate(calls, 0)

@@ -301,7 +301,9 @@ def copy_of(buffer: Buffer, op: str) -> Buffer:
     if cupy is not None and cupy.ndarray in kind.__mro__:
         with cupy.cuda.Device(buffer.device.index):  # CuPy allocates and copies on the current one
             return as_buffer(cupy.ndarray.view(owner, cupy.ndarray).copy(), op)
-    copy = getattr(owner, "copy", None)
+    namespace, copy = getattr(owner, "__array_namespace__", None), getattr(owner, "copy", None)
+    if namespace is not None:
+        return as_buffer(namespace().asarray(owner, copy=True), op)
     if copy is None:
         raise DistArgumentError(
             f"{op}: the input {buffer} overlaps an output, and {kind.__name__} has no copy(): copy it first",

@@ -268,7 +268,7 @@ class IntegerAverageKernel(Kernel):
 
 
 def _refuse(*_: Any, **__: Any) -> None:
-    raise NotImplementedError("an exact sum of partial sums")
+    raise NotImplementedError("an exact sum, or an average of integers, of partial sums")
 
 
 # --- averages -------------------------------------------------------------------------------------------------------

@@ -127,7 +127,8 @@ class MessageMatcher(Generic[P, M]):
             posted = self.posted
             for key in ((peer, tag), (-1, tag), (peer, None), (-1, None)):
                 queue = self._receives.get(key)
-                if queue is not None:
+                # empty where an exception of a signal's handler has interrupted _post(); cancel() removes it
+                if queue:
                     first = next(iter(queue))
                     if found is None or posted[first] < posted[found]:
                         found = first

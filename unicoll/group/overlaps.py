@@ -42,9 +42,9 @@ def separate(calls: Sequence[Call], rank: int) -> None:
     spans = sorted((*_span(buffer), i) for i, buffer in enumerate(outputs) if buffer.count)
     for (_, end, i), (start, _, j) in pairwise(spans):
         if start < end:
-            name = first.op.name
+            name, batch = first.op.name, f", of {len(calls)} calls in one batch" if len(calls) > 1 else ""
             raise DistArgumentError(
-                f"{name}: outputs {min(i, j)} and {max(i, j)} overlap each other", op=name
+                f"{name}: outputs {min(i, j)} and {max(i, j)} overlap each other{batch}", op=name
             )
     for call in calls:
         if call.inputs is call.outputs:
