@@ -479,6 +479,43 @@ def objects(use_batch: bool) -> None:
         assert last == ["again"]
 
 
+def objects_in_threads(threads: int, rounds: int, tagged: bool) -> None:
+    """Threads of all other ranks send objects to threads of rank 0, which receive them from any rank.
+
+    Args:
+        tagged: each thread has its own tag; otherwise a thread receives what any has sent.
+    """
+
+    def obj(rank: int, thread: int, k: int) -> list[Any]:
+        return [rank, thread, k, bytes([rank, thread, k]) * (20_000 if (thread + k) % 3 else 1)]
+
+    found: list[list[Any]] = []
+    wrong: list[str] = []
+
+    def talk(thread: int) -> None:
+        try:
+            for k in range(rounds if me() else rounds * (size() - 1)):
+                tag = thread if tagged else 0
+                if me():
+                    dist.send_object_list(obj(me(), thread, k), 0, tag=tag)
+                else:
+                    room: list[Any] = [None] * 4
+                    sender = dist.recv_object_list(room, tag=tag)
+                    found.append([sender, thread if tagged else room[1], *room])
+        except Exception as e:
+            wrong.append(f"thread {thread}: {e!r}")
+
+    them = [threading.Thread(target=talk, args=(thread,)) for thread in range(threads)]
+    for t in them:
+        t.start()
+    for t in them:
+        t.join()
+    assert not wrong, wrong
+    if me() == 0:
+        sent = [obj(r, t, k) for r in range(1, size()) for t in range(threads) for k in range(rounds)]
+        assert sorted(found) == [[*each[:2], *each] for each in sent]
+
+
 def in_a_subgroup() -> None:
     """Global and group ranks differ; messages of different groups do not mix."""
     n = size()

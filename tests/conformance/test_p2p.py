@@ -164,6 +164,12 @@ def test_objects(use_batch: bool, pool: Pools) -> None:
     pool(2).run(jobs.objects, use_batch)
 
 
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_objects_in_threads(size: int, tagged: bool, pool: Pools) -> None:
+    pool(size).run(jobs.objects_in_threads, 3, 40, tagged)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_of_groups_and_of_the_world(size: int, pool: Pools) -> None:
     pool(size).run(jobs.in_a_subgroup)

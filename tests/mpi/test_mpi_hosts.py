@@ -37,6 +37,7 @@ def pool(request: pytest.FixtureRequest, built_hosts: Hosts) -> Iterator[Callabl
         (2, p2p_jobs.farm, (2000,)),
         (4, p2p_jobs.farm, (2000,)),
         (4, p2p_jobs.from_any_source, (100, True)),
+        (3, p2p_jobs.objects_in_threads, (3, 30, False)),
         (2, matching_jobs.statuses, (300_000,)),
         (4, group_jobs.splits, ()),
         (4, group_jobs.pickled_objects, ()),

@@ -2,6 +2,9 @@
 
 The body is the object's bytes. A header of fixed size has the size of the body, or the reason why there is none. It
 also has the body if that is small, so that small objects take one exchange. A list of objects is one object.
+
+A message has a tag of its own for its body, which its header names: threads that send to, or receive from, one rank at
+the same time exchange headers and bodies in any order.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import MutableSequence, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from unicoll.backend.message_matcher import INTERNAL_TAGS
 from unicoll.errors import DistArgumentError, DistError, PickleRefusedError
 from unicoll.net import object_codec
 from unicoll.net.timeouts import Timeout, positive_seconds
@@ -24,8 +29,14 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 Body = ByteArray | bytes
 
 _OK, _FAILED, _REFUSED = range(3)
-HEADER = struct.Struct("<qq240s")  # status, bytes in the body, the body if it fits or why there is none
-_ROOM = 240
+HEADER = struct.Struct("<qqq232s")
+"""Status, bytes in the body, a message's tag of the body, the body if it fits or why there is none."""
+_ROOM = 232
+_BODY_TAGS = INTERNAL_TAGS[1:]  # the first is that of fallbacks
+
+
+_serials = count()
+"""Of the messages of this process, in all groups."""
 
 
 class Deadline:
@@ -44,6 +55,7 @@ class Payload:
 
     Attributes:
         size: bytes of the body.
+        tag: of the body, in a message.
         error: why there is no body, or None.
     """
 
@@ -51,6 +63,7 @@ class Payload:
         self._data = data
         self._plain_size = len(data)
         self.size = len(data)
+        self.tag = 0
         self.error = error
 
     @classmethod
@@ -66,7 +79,12 @@ class Payload:
             return cls(b"", wrapped)
 
     def seal(self, pg: ProcessGroup, call: int | None, receiver: int = -1) -> Payload:
-        """Add the MAC, if the group has them: of a collective, by its number, or a message; for one receiver or all."""
+        """Add the MAC, if the group has them: of a collective, by its number, or a message; for one receiver or all.
+
+        A message gets its tag, if the group has tags.
+        """
+        if call is None and pg.has_tags:
+            self.tag = _BODY_TAGS[next(_serials) % len(_BODY_TAGS)]
         if self.error is None:
             self._data = pg.object_seals.seal(self._data, call, receiver)
             self.size = len(self._data)
@@ -95,7 +113,7 @@ class Payload:
             reason = str(self.error).partition(": ")[2].removesuffix(object_codec.HOW_TO_ALLOW).rstrip()
             rest = reason.encode("utf-8", "replace")[:_ROOM]
         packed = np.empty(HEADER.size, np.uint8)
-        HEADER.pack_into(packed.data, 0, status, self.size, rest)
+        HEADER.pack_into(packed.data, 0, status, self.size, self.tag, rest)
         return packed
 
 
@@ -111,12 +129,17 @@ def read_headers(
         raise mine.error
     sizes: list[int] = []
     bodies: list[Body] = []
-    for sender, (status, size, rest) in zip(senders, HEADER.iter_unpack(headers.data), strict=True):
+    for sender, (status, size, _, rest) in zip(senders, HEADER.iter_unpack(headers.data), strict=True):
         if status != _OK or size <= 0:
             _raise_for(pg, sender, status, rest.rstrip(b"\0").decode("utf-8", "replace"), op)
         sizes.append(size)
         bodies.append(rest[:size])
     return sizes, bodies if max(sizes) <= _ROOM else None
+
+
+def body_tag(header: ByteArray) -> int:
+    """The tag of a message's body; :func:`read_headers` has read the header."""
+    return int(HEADER.unpack(header.data)[2])
 
 
 def _raise_for(pg: ProcessGroup, sender: int, status: int, reason: str, op: str) -> NoReturn:

@@ -25,6 +25,7 @@ from unicoll.api.object_payload import (
     ByteArray,
     Deadline,
     Payload,
+    body_tag,
     fill,
     fill_each,
     load,
@@ -232,32 +233,39 @@ def scatter_object_list(
         raise
 
 
-def send_list(pg: ProcessGroup, objects: Sequence[Any], dst: int, batched: bool, timeout: Timeout) -> None:
+def send_list(
+    pg: ProcessGroup, objects: Sequence[Any], dst: int, batched: bool, tag: int, timeout: Timeout
+) -> None:
     """:func:`unicoll.send_object_list` to group rank ``dst``."""
     clock = Deadline(timeout)
     mine = Payload.of(pg, list(objects), "send_object_list").seal(pg, None, dst)
     header = mine.header()
-    _transfer(pg, True, header, dst, batched, clock)
+    _transfer(pg, True, header, dst, tag, batched, clock)
     if mine.error is not None:
         raise mine.error
     if not mine.is_small:
-        _transfer(pg, True, mine.body, dst, batched, clock)
+        _transfer(pg, True, mine.body, dst, mine.tag, batched, clock)
 
 
 def recv_list(
-    pg: ProcessGroup, objects: MutableSequence[Any], src: int | None, batched: bool, timeout: Timeout
+    pg: ProcessGroup,
+    objects: MutableSequence[Any],
+    src: int | None,
+    batched: bool,
+    tag: int | None,
+    timeout: Timeout,
 ) -> int:
     """:func:`unicoll.recv_object_list` from group rank ``src`` or any; returns the sender's group rank."""
     op = "recv_object_list"
     clock = Deadline(timeout)
     mine = Payload.of(pg, list(objects), op) if pg.job.fake else None
     header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
-    src = _transfer(pg, False, header, src, batched, clock)
+    src = _transfer(pg, False, header, src, tag, batched, clock)
     sizes, bodies = read_headers(pg, header, [src], mine, op)
     if bodies is None:
         body = mine.body.copy() if mine else np.empty(sizes[0], np.uint8)  # an output
         try:
-            _transfer(pg, False, body, src, batched, clock)
+            _transfer(pg, False, body, src, body_tag(header), batched, clock)
         except BaseException as e:
             mark_changed(e)  # the header was received
             raise
@@ -267,16 +275,22 @@ def recv_list(
 
 
 def _transfer(
-    pg: ProcessGroup, sending: bool, array: ByteArray, peer: int | None, batched: bool, clock: Deadline
+    pg: ProcessGroup,
+    sending: bool,
+    array: ByteArray,
+    peer: int | None,
+    tag: int | None,
+    batched: bool,
+    clock: Deadline,
 ) -> int:
     if batched and peer is not None:
-        for work in pg.batch_isend_irecv([(sending, array, peer, 0)], timeout=clock.left()):
+        for work in pg.batch_isend_irecv([(sending, array, peer, tag)], timeout=clock.left()):
             work.wait()
         return peer
-    if sending and peer is not None:
-        pg.send(array, dst=peer, tag=0, timeout=clock.left())
+    if sending and peer is not None and tag is not None:
+        pg.send(array, dst=peer, tag=tag, timeout=clock.left())
         return peer
-    return pg.recv(array, src=peer, tag=0, timeout=clock.left())
+    return pg.recv(array, src=peer, tag=tag, timeout=clock.left())
 
 
 def _exchange_headers(

@@ -47,7 +47,7 @@ def send(
         dst: global rank of the receiver; NO_RANK sends nothing. A message to this process itself is kept until it
             is received; over NCCL its receive has to be in the same :func:`batch_isend_irecv`.
         group: the process group; None means the default one. Outside it: a warning, and no data moves.
-        tag: a number that the receiver's must equal.
+        tag: a signed 64-bit integer that the receiver's must equal. The lowest ``2**32`` are of the library's messages.
         group_dst: the receiver's rank in the group; give this or ``dst``.
         timeout: how long it may take (timedelta, or seconds); None takes the group's.
 
@@ -383,6 +383,7 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
     *,
+    tag: int = 0,
     timeout: Timeout = None,
 ) -> None:
     """Send Python objects to one rank, which must call :func:`recv_object_list` with as many.
@@ -396,6 +397,7 @@ def send_object_list(
         device: accepted because torch.distributed has it; objects are sent from host memory.
         group_dst: the receiver's rank in the group; give this or ``dst``.
         use_batch: send with :func:`batch_isend_irecv`; the receiver may do either.
+        tag: as of :func:`send`; the objects are received by :func:`recv_object_list` with this tag.
         timeout: how long it may take (timedelta, or seconds); None takes the group's.
 
     Raises:
@@ -408,7 +410,7 @@ def send_object_list(
         pg = world.resolve(group)
         if pg is not None:
             receiver = rank_in_group(pg, "send_object_list", "dst", dst, group_dst)
-            objects.send_list(pg, object_list, receiver, use_batch, timeout)
+            objects.send_list(pg, object_list, receiver, use_batch, tag, timeout)
     except BaseException as e:
         world.interrupted(group, e)
         raise
@@ -422,6 +424,7 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
     *,
+    tag: int | None = 0,
     timeout: Timeout = None,
 ) -> int:
     """Receive what one rank sends with :func:`send_object_list`.
@@ -431,6 +434,7 @@ def recv_object_list(
         src: global rank of the sender; None (and no ``group_src``) takes any.
         group, device, use_batch, timeout: as in :func:`send_object_list`; ``use_batch`` needs a sender.
         group_src: the sender's rank in the group; give this or ``src``.
+        tag: of the objects to receive; None takes any.
 
     Returns:
         The sender's global rank; -1 on a process outside the group, after a warning.
@@ -447,7 +451,7 @@ def recv_object_list(
         if pg is None:
             return -1
         sender = _sender(pg, "recv_object_list", src, group_src)
-        return pg.global_rank(objects.recv_list(pg, object_list, sender, use_batch, timeout))
+        return pg.global_rank(objects.recv_list(pg, object_list, sender, use_batch, tag, timeout))
     except BaseException as e:
         world.interrupted(group, e)
         raise

@@ -23,6 +23,7 @@ from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend import operation_errors
 from unicoll.backend.call import Call, ProxyCall
+from unicoll.backend.message_matcher import INTERNAL_TAGS
 from unicoll.backend.ops import OPS, Arity, Sizes
 from unicoll.backend.size_agreement import check_sizes, exchange_sizes, shape_hash
 from unicoll.errors import DistError
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from unicoll.backend.contract import Caps, Context
     from unicoll.backend.host_backend import HostBackend
 
-TAG = -(1 << 63)
+TAG = INTERNAL_TAGS[0]
 """Tag of the messages of fallbacks."""
 _SMALL = 1 << 14
 """Bytes up to which a reduction gathers all arrays on every rank instead of reducing them in parts."""

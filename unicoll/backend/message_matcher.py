@@ -31,6 +31,9 @@ class Message(Protocol):
     size: int
 
 
+INTERNAL_TAGS = range(-(1 << 63), (1 << 32) - (1 << 63))
+"""Tags of the library's own messages; receives and probes with any tag do not match them."""
+
 P = TypeVar("P", bound=Pending)
 M = TypeVar("M", bound=Message)
 
@@ -100,10 +103,9 @@ class MessageMatcher(Generic[P, M]):
             queue = self._unexpected[peer]
             if queue and tag is not None:
                 queue = self._by_tag.get((peer, tag), _NONE)
-            if queue:
-                serial = next(iter(queue))
-                if found is None or serial < found[0]:
-                    found = serial, queue[serial]
+            serial = _first_with_any_tag(queue) if tag is None else next(iter(queue), None)
+            if serial is not None and (found is None or serial < found[0]):
+                found = serial, queue[serial]
         return found
 
     def _remove(self, serial: int, message: M) -> None:
@@ -125,7 +127,8 @@ class MessageMatcher(Generic[P, M]):
         found: P | None = None
         if self._receives:
             posted = self.posted
-            for key in ((peer, tag), (-1, tag), (peer, None), (-1, None)):
+            keys: tuple[_Key, ...] = (peer, tag), (-1, tag), (peer, None), (-1, None)
+            for key in keys if tag not in INTERNAL_TAGS else keys[:2]:
                 queue = self._receives.get(key)
                 # empty where an exception of a signal's handler has interrupted _post(); cancel() removes it
                 if queue:
@@ -187,7 +190,12 @@ class MessageMatcher(Generic[P, M]):
     def others(self, call: Call) -> str:
         """The unexpected messages of a receive's source, as the end of an error about its timeout; "" if none."""
         sources = self._unexpected if call.peer < 0 else (self._unexpected[call.peer],)
-        tags = Counter(message.tag for source in sources for message in source.values())
+        tags = Counter(
+            message.tag
+            for source in sources
+            for message in source.values()
+            if message.tag not in INTERNAL_TAGS
+        )
         if not tags:
             return ""
         listed = [
@@ -201,4 +209,9 @@ _SHOWN = 8
 
 
 def _matches(call: Call, peer: int, tag: int) -> bool:
-    return call.peer in (peer, -1) and (call.tag is None or call.tag == tag)
+    return call.peer in (peer, -1) and (call.tag == tag or (call.tag is None and tag not in INTERNAL_TAGS))
+
+
+def _first_with_any_tag(messages: OrderedDict[int, Any]) -> int | None:
+    """The serial number of the oldest message that a receive with any tag matches."""
+    return next((serial for serial, m in messages.items() if m.tag not in INTERNAL_TAGS), None)

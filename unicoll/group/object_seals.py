@@ -32,9 +32,6 @@ _SIZE = _FIELDS.size + _MAC_SIZE
 _FIRST_MESSAGE = 1 << 63
 _LARGE = 4096
 """Bytes from which SHA-256 is faster than BLAKE2b."""
-_WINDOW = 64
-"""How far a message's number may be behind the highest one: threads can receive from one rank at the same time."""
-_MASK = (1 << _WINDOW) - 1
 
 
 class ObjectSeals:
@@ -55,7 +52,8 @@ class ObjectSeals:
         )
         self._calls = count()
         self._sent: dict[int, count[int]] = {}
-        self._received: dict[int, tuple[int, int]] = {}
+        self._next: dict[int, int] = {}
+        self._missing: dict[int, set[int]] = {}
         self._lock = threading.Lock()
 
     def next_collective(self) -> int:
@@ -98,19 +96,20 @@ class ObjectSeals:
         return mac.digest()
 
     def _is_new(self, sender: int, number: int) -> bool:
-        """False if the message from this rank was received already, or is too old for that to be known."""
-        if number < 0:
-            return False
+        """False if the message from this rank was received already.
+
+        Messages come in any order: those with other tags, or of other threads, may have been sent before.
+        """
         with self._lock:
-            highest, seen = self._received.get(sender, (-1, 0))
-            if number > highest:
-                self._received[sender] = number, (seen << min(number - highest, _WINDOW)) & _MASK | 1
+            following, missing = self._next.get(sender, 0), self._missing.setdefault(sender, set())
+            if number >= following:
+                missing.update(range(following, number))
+                self._next[sender] = number + 1
                 return True
-            bit = 1 << min(highest - number, _WINDOW)
-            if not bit & _MASK or seen & bit:
-                return False
-            self._received[sender] = highest, seen | bit
-            return True
+            if number in missing:
+                missing.remove(number)
+                return True
+            return False
 
 
 def needs_seals(context: Context, host: Backend) -> bool:

@@ -150,6 +150,11 @@ class ProcessGroup:
         return self._backends.object_seals
 
     @property
+    def has_tags(self) -> bool:
+        """True if messages of host memory have tags; otherwise those between two ranks match in order."""
+        return self._backends.host.caps.tags
+
+    @property
     def base(self) -> ProcessGroup:
         """The group itself; for a view made by :meth:`using`, the group that it is a view of."""
         return self if self._base is None else self._base
