@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,32 @@ def test_sends_that_a_waiting_rank_reads_are_not_reported(count: int) -> None:
                 dist.recv(x, 0, group=group)
             assert (x[0], x[-1]) == (3.0, 3.0)
     jobs.end_groups()
+
+
+def _late(call: Any) -> None:
+    """As a slow transport; to the monitor, in another module, a function of the library and not a callback."""
+    execute(call)  # type: ignore[name-defined]  # noqa: F821
+    time.sleep(1.5)
+
+
+@on_ranks(3)
+def test_a_member_that_destroys_a_group_while_another_is_in_its_last_call_is_not_reported() -> None:
+    """What rank 1, the root, has sent takes a second to arrive on rank 0."""
+    group, me = dist.new_group(), dist.get_rank()
+    x = np.full(4, float(me))
+    dist.broadcast(x, 2, group)  # connected
+    if me == 0:
+        host: Any = group._backends.host
+        names = {"__name__": "gloo_fallback", "time": time, "execute": host._collectives["broadcast"]}
+        host._collectives = {**host._collectives, "broadcast": FunctionType(_late.__code__, names)}
+        host.needs_thread = lambda call: True  # the main thread waits for it
+    x[:] = me
+    work = dist.broadcast(x, 1, group, async_op=True)
+    assert work is not None
+    work.wait()
+    assert (x == 1).all()
+    dist.destroy_process_group(group)
+    dist.barrier()
 
 
 @on_ranks(2)

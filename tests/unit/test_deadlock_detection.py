@@ -196,6 +196,22 @@ def test_a_call_in_a_group_that_has_failed_is_not_part_of_a_deadlock(answers: in
     assert given == (4 if answers else 0)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_rank_that_has_destroyed_a_group_is_asked_for_its_last_call_there(last: int) -> None:
+    """Rank 0 is in the first call of a group, which rank 1 has destroyed after that call, or without one."""
+    relay = Relay(2)
+    relay.detector.handle(0, {"t": "waiting", "state": waiting("b:x", 1)})
+    relay.detector.handle(1, {"t": "waiting", "state": waiting("b:y", 1)})
+    relay.advance(1)
+    assert [relay.questions[rank]["orders"] for rank in (0, 1)] == [["b:x", "b:y"]] * 2
+    other = waiting("b:y", 1)
+    for _ in range(2):
+        relay.answer(0, waiting("b:x", 1))
+        relay.answer(1, other | {"posted": {"b:y": 1} | ({"b:x": last} if last else {})})
+        relay.advance(1)
+    assert sorted(relay.failed) == ([] if last else ["x", "y"])
+
+
 def test_a_rank_that_ends_is_forgotten() -> None:
     relay = Relay(2)
     relay.detector.handle(0, {"t": "waiting", "state": waiting("b:x", 1)})

@@ -94,7 +94,7 @@ def test_a_message_that_is_read_during_an_answer_ends_the_wait_in_it(monkeypatch
     monkeypatch.setattr(wait_monitor, "_message_state", message_state)
     monkeypatch.setattr(WaitMonitor, "_take_snapshot", take_snapshot)
     try:
-        handlers["confirm"]({"id": 1, "links": [["sim:g", 1]]})
+        handlers["confirm"]({"id": 1, "links": [["sim:g", 1]], "orders": []})
     finally:
         monitor.close()
     (answer,) = (message for message in sent if message["t"] == "confirmed")

@@ -107,6 +107,7 @@ class Job:
         choices: the backends of the default group.
         notes: what was chosen, from which source and why; one line each.
         groups: the open groups, in the order in which they were created.
+        ended: for the orders of operations of groups that this process has destroyed, the last number that it posted.
         default: the group of all ranks with which the job begins, and ends; None until it is made, and in a job that
             the torch plug-in has joined for a group of its own.
         function_view: the view of ``default`` for public functions.
@@ -137,6 +138,7 @@ class Job:
     choices: Sequence[Any] = ()
     notes: list[str] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)
+    ended: dict[str, int] = field(default_factory=dict)
     default: Any = None
     function_view: Any = None
     named: Counter[str] = field(default_factory=Counter)

@@ -307,6 +307,7 @@ class HostBackend(ObservedBackend):
     def close(self) -> None:
         if self.closed:
             return
+        self.keep_posted()
         self.closed = True
         context, stuck = self.context, self.stuck
         destroyed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)

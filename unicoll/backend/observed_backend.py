@@ -13,7 +13,10 @@ from unicoll.backend.group_state import GroupState
 from unicoll.backend.operation_errors import Report
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistError
-from unicoll.net.control.wait_graph import MessageState
+from unicoll.net.control.wait_graph import MessageState, backend_group_of
+
+_MOST_ENDED = 4096
+"""Orders of operations of destroyed groups whose last numbers are kept."""
 
 
 @runtime_checkable
@@ -97,6 +100,13 @@ class ObservedBackend(Backend):
     def posted(self) -> Mapping[str, int]:
         """For each order of operations the number of the last one posted; without those of which none was."""
         return {self.name: self.sequence}
+
+    def keep_posted(self) -> None:
+        """Keep the numbers of :meth:`posted` in the job: members that destroy the group later may be in these calls."""
+        ended, group = self.context.job.ended, self.context.name
+        ended |= {backend_group_of(order, group): number for order, number in self.posted().items()}
+        for order in [*ended][:-_MOST_ENDED]:
+            del ended[order]
 
     def lost_member(self, call: Call) -> int | None:
         """The global rank of a member that has ended, so that a collective which is in progress may never end."""

@@ -85,6 +85,7 @@ class WaitMonitor:
         self._last_number = 0
         self._sent: tuple[int, Message] | None = None  # the relay's rank and the state that it has
         self._asked: dict[str, tuple[str, int]] = {}  # the calls of the last answer to the relay
+        self._orders: set[str] = set()  # which the relay has asked for
         self._granted: set[int] = set()  # numbers of the calls to warn about
         self._closing = threading.Event()
         self._control.handle("confirm", self._confirm)
@@ -151,9 +152,12 @@ class WaitMonitor:
             return _Snapshot(None, [], 0.0, {}, stalled)
         entries.sort(key=lambda pair: (not pair[0].where, pair[1].number))  # callbacks are last
         waits = [(*_wait(one), entry.number) for one, entry in entries]
+        ended = self._job.ended
         state = {
             "waits": [[order, number, peer, call] for order, number, peer, _, call in waits],
-            "posted": {
+            # of a group that it has destroyed, too: another member may still be in the last call
+            "posted": {order: ended[order] for order in self._orders if order in ended}
+            | {
                 backend_group_of(order, backend.context.name): number
                 for backend in backends
                 for order, number in backend.posted().items()
@@ -192,6 +196,7 @@ class WaitMonitor:
             links = [
                 _message_state(backends.get(backend_group), peer) for backend_group, peer in message["links"]
             ]
+            self._orders.update(message["orders"])
             # after the links: a thread that has read a message of these since then must not count as blocked
             snapshot = self._take_snapshot()
             answer = {"id": message["id"], "state": snapshot.state, "texts": snapshot.texts, "links": links}

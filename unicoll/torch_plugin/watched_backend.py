@@ -276,6 +276,7 @@ class WatchedBackend(ObservedBackend):
     def close(self) -> None:
         if self.closed:
             return
+        self.keep_posted()
         self.closed = True
         group = self._group
         if group is not None:

@@ -10,6 +10,9 @@ before all ranks were blocked, and has left the sender's host at the first reque
 second. A rank that answers looks at its connections first, then at its calls. So no message can match a receive if
 nothing is unread at the receiver and the receive still waits afterwards.
 
+A rank that has destroyed a group sends the number of its last collective there only if a request names the group, since
+these numbers are many. Its state then differs from the one that was analysed, and is analysed again.
+
 A send is stuck if no thread of the receiver reads from the connection, and more bytes are unsent than the buffers of
 the receiver's host have space for. The second request observes the receive window that the receiver announced before
 the first.
@@ -67,9 +70,13 @@ class _Check:
         self.links: dict[int, list[Link]] = {rank: [] for rank in states}
         self._receives: set[Link] = set()
         self._sends: set[Link] = set()
+        self._orders: dict[int, set[str]] = {rank: set() for rank in states}
         for rank, wait in stuck_waits(states, set(states)):
-            if wait.number <= 0:
-                members = states[rank].members(wait.backend_group)
+            members = states[rank].members(wait.backend_group)
+            if wait.number > 0:
+                for member in self._orders.keys() & set(members):
+                    self._orders[member].add(wait.backend_group)
+            else:
                 peers = [m for m in members if m != rank] if wait.peer == ANY else [wait.peer]
                 links = self._sends if wait.number == SEND else self._receives
                 links |= {(wait.backend_group, rank, peer) for peer in peers}
@@ -80,7 +87,7 @@ class _Check:
     def request(self, rank: int) -> Message:
         """The message to a rank."""
         links = [[backend_group, peer] for backend_group, _, peer in self.links[rank]]
-        return {"t": "confirm", "id": self.number, "links": links}
+        return {"t": "confirm", "id": self.number, "links": links, "orders": sorted(self._orders[rank])}
 
     def messages_in_flight(self) -> bool:
         """True if the answers leave open whether a message may still reach a receive, or a send end."""

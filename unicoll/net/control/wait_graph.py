@@ -44,7 +44,8 @@ class State(NamedTuple):
 
     Attributes:
         waits: one for each thread; all of them have to stay blocked for the rank to stay blocked.
-        posted: for each backend and group of the rank the number of the last collective posted.
+        posted: for each backend and group of the rank the number of the last collective posted; of those that the rank
+            has destroyed, only for those that the relay has asked for.
         groups: for each backend and group of ``waits``, and for the groups themselves if messages are numbered, the
             members' global ranks as ranges (:func:`compress`).
     """
