@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from unicoll.bootstrap import launchers
+from tests.launcher.launching import environment
+from unicoll.bootstrap import enclosing_jobs, launchers
 from unicoll.bootstrap.launchers import (
     LaunchInfo,
     detect,
@@ -347,3 +350,83 @@ def test_the_first_host_of_a_list(text: str, host: str) -> None:
 def test_bad_host_lists(text: str) -> None:
     with pytest.raises(DistArgumentError, match="node list"):
         first_host(text)
+
+
+STALE = env("RANK=0 WORLD_SIZE=1 MASTER_ADDR=other MASTER_PORT=1 UNICOLL_STORE=other:2")
+
+
+@pytest.mark.parametrize(
+    ("environ", "before", "expected"),
+    [
+        # variables of the shell, or of a worker, in which mpirun was started
+        (STALE | OPENMPI_5, [STALE], "openmpi 1 of 2"),
+        (TORCHRUN | OPENMPI_5, [TORCHRUN, TORCHRUN], "openmpi 1 of 2"),
+        (STALE | INTEL, [STALE], "intelmpi 1 of 2"),
+        (STALE | PRTERUN, [STALE], "1 without a size"),
+        # torchrun, once on each host of a job
+        (TORCHRUN | SRUN, [SRUN, SRUN], "torchrun 5 of 8"),
+        (TORCHRUN | OPENMPI_5, [OPENMPI_5], "torchrun 5 of 8"),
+        (TORCHRUN | PRTERUN, [PRTERUN], "torchrun 5 of 8"),
+        # three launchers; the inner worker has the outer one's rank
+        (TORCHRUN | OPENMPI_5, [TORCHRUN | {"LOCAL_RANK": "2"} | OPENMPI_5] * 2, "torchrun 5 of 8"),
+        # a script between mpirun and the process
+        (STALE | OPENMPI_5, [OPENMPI_5], "environment 0 of 1"),
+        # an MPI library's mpirun in a process of another's
+        (OPENMPI_5 | CRAY, [OPENMPI_5], "mpich 3 of 4"),
+        (OPENMPI_5 | CRAY, [CRAY], "openmpi 1 of 2"),
+        # set by the program itself
+        (OPENMPI_5 | STALE, None, "environment 0 of 1"),
+        # not known: of another host, or another user
+        (TORCHRUN | SRUN, [], "torchrun 5 of 8"),
+        (env("RANK=0 WORLD_SIZE=2") | OPENMPI_5, [], "environment 0 of 2"),
+        (
+            STALE | OPENMPI_5,
+            [],
+            r"RANK=0, WORLD_SIZE=1 contradict OMPI_COMM_WORLD_RANK=1, OMPI_.*_SIZE=2 \(openmpi\)",
+        ),
+    ],
+)
+def test_the_innermost_launcher_gives_rank_and_size(
+    environ: dict[str, str],
+    before: list[dict[str, str]] | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``before``: the environments with which the process's ancestors were started; None: its own lacks the rank."""
+    inherited = [environ, *before] if before is not None else [OPENMPI_5]
+    monkeypatch.setattr(enclosing_jobs, "_initial_environments", lambda: iter(inherited))
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if "contradict" in expected:
+        with pytest.raises(DistArgumentError, match=expected):
+            detect(environ)
+        return
+    launched = detect(environ)
+    if launched is None:
+        assert expected == "1 without a size"
+        assert launchers.has_rank_without_size()
+        return
+    assert f"{launched.name} {launched.rank} of {launched.world_size}" == expected
+    own_environ = enclosing_jobs.own_environment(environ)
+    kept = STALE.items() & own_environ.items()
+    assert kept == (
+        STALE.items() & environ.items() if launched.name in ("environment", "torchrun") else set()
+    )
+
+
+def test_the_environment_of_a_process_that_a_launcher_has_started(tmp_path: Path) -> None:
+    """``/proc`` has the variables with which a process and its ancestors were started."""
+    code = "import unicoll.bootstrap.launchers as l; f = l.detect(); print(f.name, f.rank, f.world_size)"
+    inner = [sys.executable, "-c", code]
+    start = "import subprocess, sys, os; subprocess.run(sys.argv[1:], env={**os.environ, **%r}, check=True)"
+    for outer, name in ((STALE | OPENMPI_5, "openmpi 1 2"), (OPENMPI_5 | STALE, "environment 0 1")):
+        first = STALE if name == "openmpi 1 2" else OPENMPI_5
+        done = subprocess.run(
+            [sys.executable, "-c", start % outer, *inner],
+            env={**environment(), **first},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.strip() == name

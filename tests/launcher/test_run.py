@@ -944,3 +944,34 @@ def test_a_torch_program_runs(folder: LaunchFolder) -> None:
     done = folder.launch("--nproc-per-node=2", script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[default0]:[3.0, 3.0, 3.0]", "[default1]:[3.0, 3.0, 3.0]"]
+
+
+def test_a_subprocess_cannot_join_in_place_of_its_rank(folder: LaunchFolder) -> None:
+    """It can with a launcher of its own."""
+    script = folder.script(
+        """
+        import os, subprocess, sys
+        import unicoll as dist
+        try:
+            dist.init_process_group(timeout=60)
+        except dist.DistArgumentError as error:
+            print(f"refused: {error}", flush=True)
+            sys.exit()
+        if len(sys.argv) == 1 and dist.get_rank() == 1:
+            print(f"pid {os.getpid()}", flush=True)
+            subprocess.run([sys.executable, __file__, "inner"], check=True)
+            launcher = ["-m", "unicoll.run", "--no-prefix", "--nproc-per-node", "2"]
+            subprocess.run([sys.executable, *launcher, __file__, "inner"], check=True)
+        dist.barrier()
+        print(f"rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
+        dist.destroy_process_group()
+        assert "UNICOLL_JOINED" not in os.environ
+        """
+    )
+    done = folder.launch("--nproc-per-node=3", "--no-prefix", script)
+    assert done.returncode == 0, done
+    pid, refused, *ends = done.stdout.splitlines()
+    assert refused.startswith("refused: rank 1 of 3 (RANK=1, WORLD_SIZE=3, ")
+    assert f") has joined already: process {pid.split()[1]} (" in refused
+    assert sorted(ends[:2]) == ["rank 0 of 2", "rank 1 of 2"]
+    assert sorted(ends[2:]) == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.mpi.mpi_library import command
 from tests.mpi.mpi_ranks import (
     Ended,
     library,
@@ -245,6 +247,51 @@ def test_started_by_torchrun_mpi_is_refused(tmp_path: Path, port: int) -> None:
     assert "Error: " in ended.stdout, ended
     assert "torchrun" in ended.stdout
     assert "mpirun" in ended.stdout
+
+
+def test_variables_of_another_launcher_are_ignored(script: Path, port: int) -> None:
+    """Of the shell in which mpirun is started."""
+    stale = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    assert sorted_lines(run_script(script, COMPLAIN, env=stale)) == ["0 2", "1 2"]
+
+
+def test_mpirun_in_a_worker_of_our_launcher(tmp_path: Path) -> None:
+    inner = tmp_path / "inner.py"
+    inner.write_text(
+        "import pathlib, unicoll as dist\n"
+        "dist.init_process_group('mpi', timeout=30)\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'rank {{dist.get_rank()}}').write_text(str(dist.get_world_size()))\n"
+    )
+    source = f"""
+import subprocess
+import unicoll as dist
+dist.init_process_group("gloo", timeout=60)
+if dist.get_rank() == 1:
+    subprocess.run({command(3, [], [sys.executable, str(inner)])}, check=True, timeout=60)
+dist.barrier()
+print("done", flush=True)
+"""
+    ended = run_alone(source, tmp_path, "-m", "unicoll.run", "--nproc-per-node", "2", "--no-prefix")
+    assert ended.stdout.split() == ["done"] * 2, ended
+    assert [(tmp_path / f"rank {rank}").read_text() for rank in range(3)] == ["3"] * 3
+
+
+def test_a_subprocess_cannot_join_in_place_of_its_rank(script: Path) -> None:
+    source = f"""
+import os, subprocess, sys
+import unicoll as dist
+if len(sys.argv) == 1:
+    dist.init_process_group("mpi", timeout=60)
+    if dist.get_rank() == 1:
+        print(os.getpid(), flush=True)
+        subprocess.run([sys.executable, __file__, "inner"], check=True, timeout=60)
+    dist.barrier()
+else:
+    {COMPLAIN.strip().replace(chr(10), chr(10) + "    ")}
+"""
+    pid, refusal = run_script(script, source).stdout.splitlines()
+    assert refusal.startswith("DistArgumentError: rank 1 of 2 (")
+    assert f"has joined already: process {pid} (" in refusal
 
 
 def test_the_mpirun_of_another_library_is_detected(tmp_path: Path) -> None:

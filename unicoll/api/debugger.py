@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from unicoll.api import world
-from unicoll.bootstrap.launchers import ancestors
+from unicoll.bootstrap.enclosing_jobs import ancestors
 from unicoll.errors import DistArgumentError, DistError
 from unicoll.group.arguments import as_integer
 from unicoll.net.stores import PrefixStore

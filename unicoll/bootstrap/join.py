@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from unicoll.backend.contract import Job
 from unicoll.backend.wait_monitor import WaitMonitor
-from unicoll.bootstrap import fake_job, mpi_launch
+from unicoll.bootstrap import enclosing_jobs, fake_job, mpi_launch
 from unicoll.bootstrap.flight_dump import FlightDumper
 from unicoll.bootstrap.mpi_launch import MPIJobStart
 from unicoll.bootstrap.rendezvous import Rendezvous, gives_members, refuse_protection, rendezvous
@@ -76,7 +76,7 @@ def run_rendezvous(
 
     Raises:
         DistArgumentError: arguments and environment do not give rank and world size, or contradict each other; a
-            variable of unicoll has an unknown value.
+            variable of unicoll has an unknown value; the process is a subprocess of one that has joined in its place.
         BackendUnavailableError: MPI was requested by name, but was not started with the other processes.
         AuthenticationError, DistStoreError, DistNetworkError: as :func:`unicoll.bootstrap.rendezvous.rendezvous`.
     """
@@ -85,7 +85,10 @@ def run_rendezvous(
     if isinstance(backend, str) and backend_choice.is_fake(backend_choice.choose(backend)):
         return fake_job.rendezvous(init_method, rank, world_size)
     log.info("joining: process %d", os.getpid())
-    use_launcher = not (name and gives_members(init_method, rank, world_size))
+    given = gives_members(init_method, rank, world_size)
+    use_launcher = not (name and given)
+    if not given and store is None:
+        enclosing_jobs.refuse_subprocess(mpi_launch.detect())  # before it could start MPI
     mpi = MPIJobStart(rank, world_size)
     if use_launcher:
         named = backend if isinstance(backend, str) else None
@@ -189,6 +192,8 @@ def join_job(
         log.info("%s", note)
     job.cleanup.callback(FlightDumper(job).close)
     _joined.append(job)
+    if launched is not None:
+        enclosing_jobs.mark_joined(launched)
     _register_exit_handler()
     return job
 
@@ -209,6 +214,8 @@ def leave(job: Job, error: BaseException | None = None) -> None:
     job.error = job.error or error
     if job in _joined:
         _joined.remove(job)
+        if not any(other.rendezvous.launched for other in _joined):
+            enclosing_jobs.unmark_joined()
     if job.leaving is not None:
         job.leaving()
     groups = [*job.groups]

@@ -50,6 +50,23 @@ class LauncherRow:
     mpi: bool = False
     hint: str = ""
 
+    def applies(self, environ: Environ) -> bool:
+        """True if the variables have the rank, the marker, and nothing that excludes the row."""
+        return (
+            (self.marker is None or self.marker in environ)
+            and first_set((self.rank,), environ) is not None
+            and (self.exclude is None or self.exclude(environ) is None)
+        )
+
+    def size_variable(self, environ: Environ) -> str | None:
+        """The name of the variable with the size; None if there is none, and the row is incomplete."""
+        return first_set(self.size, environ)
+
+
+def first_set(names: tuple[str, ...], environ: Environ) -> str | None:
+    """The first of some variables that is set, and not to blanks."""
+    return next((name for name in names if environ.get(name, "").strip()), None)
+
 
 # Slurm numbers the steps of a job from 0; ids from 0xfffffff0 are reserved: batch script, interactive shell, extern.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0

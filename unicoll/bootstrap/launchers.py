@@ -2,7 +2,7 @@
 
 The rows of :data:`LAUNCHERS` are tried in order and never combined: the first row whose rank *and* size are set gives
 all values. Under ``srun --mpi=pmix``, for example, ``PMIX_RANK`` is set without a size, so its row is skipped, and the
-complete Slurm row is used.
+complete Slurm row is used. Variables of an enclosing job do not count (:mod:`unicoll.bootstrap.enclosing_jobs`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import re
 import zlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from unicoll.bootstrap.launcher_table import LAUNCHERS, TORCH_STYLE, Environ, LauncherRow
+from unicoll.bootstrap.enclosing_jobs import ancestors, own_environment
+from unicoll.bootstrap.launcher_table import LAUNCHERS, TORCH_STYLE, Environ, LauncherRow, first_set
 from unicoll.errors import DistArgumentError
 from unicoll.net.interfaces import parse_port
 
@@ -67,17 +67,13 @@ def detect(environ: Environ = os.environ) -> LaunchInfo | None:
     A process of a Slurm allocation that srun has not started (a batch script, a shell) has no launcher.
 
     Raises:
-        DistArgumentError: a variable of that row is not a number, is negative, or contradicts another one.
+        DistArgumentError: a variable of that row is not a number, is negative, or contradicts another one, or those of
+            another launcher.
     """
+    environ = own_environment(environ)
     for row in LAUNCHERS:
-        if row.marker is not None and row.marker not in environ:
-            continue
-        size = _first_set(row.size, environ)
-        if (
-            _first_set((row.rank,), environ)
-            and size
-            and (row.exclude is None or row.exclude(environ) is None)
-        ):
+        size = row.size_variable(environ)
+        if size and row.applies(environ):
             return _read(row, size, environ)
     return None
 
@@ -95,7 +91,7 @@ def master_of(environ: Environ, row: LauncherRow = TORCH_STYLE) -> tuple[str | N
     Raises:
         DistArgumentError: the port is no number from 0 to 65535.
     """
-    address, port = _first_set(row.address, environ), _first_set(row.port, environ)
+    address, port = first_set(row.address, environ), first_set(row.port, environ)
     return (
         environ[address].strip().strip("[]") or None if address else None,
         parse_port(environ[port].strip(), f"{port}={environ[port].strip()}") if port else None,
@@ -104,13 +100,8 @@ def master_of(environ: Environ, row: LauncherRow = TORCH_STYLE) -> tuple[str | N
 
 def has_rank_without_size() -> bool:
     """True if an MPI launcher has set a rank, but no size, in the environment."""
-    return any(
-        row.mpi
-        and _first_set((row.rank,), os.environ) is not None
-        and _first_set(row.size, os.environ) is None
-        and (row.exclude is None or row.exclude(os.environ) is None)
-        for row in LAUNCHERS
-    )
+    environ = own_environment()
+    return any(row.mpi and row.applies(environ) and row.size_variable(environ) is None for row in LAUNCHERS)
 
 
 def near_misses(environ: Environ = os.environ) -> list[str]:
@@ -119,7 +110,7 @@ def near_misses(environ: Environ = os.environ) -> list[str]:
     for row in LAUNCHERS:
         if row.marker is not None:
             continue
-        rank, size = _first_set((row.rank,), environ), _first_set(row.size, environ)
+        rank, size = first_set((row.rank,), environ), first_set(row.size, environ)
         if rank and row.exclude is not None and (reason := row.exclude(environ)) is not None:
             reasons.append(reason)
         elif rank and not size:
@@ -164,7 +155,7 @@ def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
         master_port=port,
         master_source=source,
         master_hint=address_hint(row, address, port, single_host=single_host),
-        port_fixed=_first_set(row.port, environ) is not None,
+        port_fixed=first_set(row.port, environ) is not None,
         job=job,
     )
 
@@ -175,10 +166,10 @@ def _master(
     """Rank 0's address and port, and where they come from: variables, else derived from the hosts and the job's id."""
     sources: list[str] = []
     reordered = row.reorders is not None and row.reorders(environ)
-    nodelist = _first_set(row.nodelist, environ) if not reordered else None
+    nodelist = first_set(row.nodelist, environ) if not reordered else None
     address, port = master_of(environ, row)
     if address is not None:
-        sources.append(str(_first_set(row.address, environ)))
+        sources.append(str(first_set(row.address, environ)))
     elif single_host and row is not TORCH_STYLE:
         address = "127.0.0.1"
         sources.append("all ranks are on one host")
@@ -186,7 +177,7 @@ def _master(
         address = first_host(environ[nodelist])
         sources.append(f"first host of {nodelist}={environ[nodelist]}")
     if port is not None:
-        sources.append(str(_first_set(row.port, environ)))
+        sources.append(str(first_set(row.port, environ)))
     elif job:
         port = PORT_BASE + zlib.crc32(job.encode()) % PORT_SPAN
         sources.append(f"port from {job}")
@@ -226,26 +217,6 @@ def _job(row: LauncherRow, environ: Environ, *, single_host: bool) -> str:
     return ", ".join(parts)
 
 
-def ancestors() -> list[tuple[str, int]]:
-    """Names and ids of this process's ancestors, nearest first, as far as /proc has them."""
-    found: list[tuple[str, int]] = []
-    pid = os.getppid()
-    while pid > 0:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            break
-        # "pid (name) state ppid ...": the name may contain spaces and parentheses.
-        head, _, tail = stat.rpartition(")")
-        found.append((head.partition("(")[2], pid))
-        pid = int(tail.split()[1])
-    return found
-
-
-def _first_set(names: tuple[str, ...], environ: Environ) -> str | None:
-    return next((name for name in names if environ.get(name, "").strip()), None)
-
-
 def _number(name: str, environ: Environ) -> int:
     text = environ[name].strip()
     if not (text.isascii() and text.isdigit()):
@@ -254,7 +225,7 @@ def _number(name: str, environ: Environ) -> int:
 
 
 def _optional(names: tuple[str, ...], environ: Environ, used: dict[str, str]) -> int | None:
-    name = _first_set(names, environ)
+    name = first_set(names, environ)
     if name is None:
         return None
     used[name] = environ[name]
@@ -269,7 +240,7 @@ def _below(rank_name: str, rank: int, size_name: str, size: int) -> None:
 def _local_size(
     row: LauncherRow, node_rank: int | None, environ: Environ, used: dict[str, str]
 ) -> int | None:
-    name = _first_set(row.local_size, environ)
+    name = first_set(row.local_size, environ)
     if name is None:
         return None
     text = environ[name].strip()

@@ -56,7 +56,7 @@ def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MP
         BackendUnavailableError: MPI was requested by name, but was not started with the other processes.
     """
     by_name = "mpi" in re.split("[:,]", (backend or "").lower())
-    detected = _detect()
+    detected = detect()
     if detected is None:
         by_mpi = launchers.has_rank_without_size()
     else:
@@ -123,7 +123,8 @@ def _warn(launched: LaunchInfo | None, reason: str | None) -> None:
     )
 
 
-def _detect() -> LaunchInfo | None:
+def detect() -> LaunchInfo | None:
+    """The launcher's information; None also if its variables are wrong."""
     try:
         return launchers.detect()
     except DistArgumentError:  # the rendezvous raises it if it needs the launcher

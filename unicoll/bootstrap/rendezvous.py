@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
+from unicoll.bootstrap.enclosing_jobs import own_environment
 from unicoll.bootstrap.launcher_table import TORCH_STYLE
 from unicoll.bootstrap.launchers import LaunchInfo, address_hint, detect, master_of, near_misses
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation, agree_on_store
@@ -191,6 +192,7 @@ def find_members(
         raise DistArgumentError("give init_method or store, not both")
     url = parse_init_method(init_method if init_method is not None else "env://")
     notes: list[str] = []
+    environ = _own_environment(environ, notes)
     rank, world_size, launched = members(url, rank, world_size, environ, notes, launched)
     if not use_launcher:
         launched = None
@@ -373,6 +375,17 @@ def _detect(environ: Environ, *, needed: bool, notes: list[str]) -> LaunchInfo |
             raise
         notes.append(f"launcher ignored: {error}")
         return None
+
+
+def _own_environment(environ: Environ, notes: list[str]) -> Environ:
+    try:
+        own = own_environment(environ)
+    except DistArgumentError:  # the launcher's variables raise it if they are needed
+        return environ
+    ignored = [f"{name}={environ[name]}" for name in sorted(environ.keys() - own.keys())]
+    if ignored:
+        notes.append(f"variables of an enclosing job are ignored: {', '.join(ignored)}")
+    return own
 
 
 def _argument(name: str, value: int) -> int | None:

@@ -10,6 +10,7 @@ An unknown name causes a warning, not an error, since a newer launcher may set m
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 from unicoll.errors import DistArgumentError
@@ -58,6 +59,7 @@ TEXTS = (
     "UNICOLL_CUDA_LIBRARY",
     "UNICOLL_HIP_LIBRARY",
     "UNICOLL_JOB",
+    "UNICOLL_JOINED",
     "UNICOLL_LAUNCHER",
     "UNICOLL_METRICS_FILE",
     "UNICOLL_NCCL_LIBRARY",
@@ -72,6 +74,11 @@ TEXTS = (
     "UNICOLL_TRACE_DIR",
 )
 """Variables with free text."""
+
+OF_A_LAUNCHER = re.compile(
+    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|UNICOLL_(JOINED|LAUNCHER|STORE)|TORCHELASTIC_.*"
+)
+"""Variables of a job of unicoll's launcher or torchrun, from which processes take their rank and its store."""
 
 _warned: set[str] = set()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -11,13 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from unicoll.errors import DistError
+from unicoll.net.environment import OF_A_LAUNCHER
 from unicoll.run.args import LaunchOptions
 from unicoll.run.workers import checkout_path
-
-_OF_A_LAUNCHER = re.compile(
-    "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|UNICOLL_(LAUNCHER|STORE)|TORCHELASTIC_.*"
-)
-"""Variables of an enclosing job, from which the processes would take their rank or its store."""
 
 
 def mpirun() -> str | None:
@@ -53,7 +48,7 @@ def replace_process(program: str, ranks: int, words: Sequence[str]) -> NoReturn:
     """Replace this process by mpirun (exec), which starts a command so many times on this host."""
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables |= mpirun_variables(ranks) | checkout_path(os.environ) | mpirun_path(program)
-    environ = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+    environ = {name: value for name, value in os.environ.items() if not OF_A_LAUNCHER.fullmatch(name)}
     sys.stdout.flush()
     os.execve(program, [program, "-n", str(ranks), *words], environ | variables)
 
