@@ -6,6 +6,7 @@ import gc
 import logging
 import re
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -13,10 +14,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 
 import unicoll as dist
@@ -123,6 +125,51 @@ def test_packed_memory_is_kept_until_it_is_copied(backend: str) -> None:
     with elsewhere:
         assert (base[::2].numpy() == 2.0).all()
     del reused
+
+
+class _Foreign:
+    """An array of a library without adapter, which orders it on a stream of its own."""
+
+    def __init__(self, array: arrays.Array, stream: arrays.Stream, **more: Any) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": array.dtype.str,
+            "data": (array.ptr, False),
+            "version": 3,
+            "stream": stream.ptr,
+            **more,
+        }
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+@on_ranks(2, start=partial(run, policy="oldest"), options=["backend"])
+def test_a_strided_array_of_another_library_is_packed_by_cupy(backend: str) -> None:
+    """In the order of the array's stream, on which it is written late."""
+    cupy: Any = ModuleType("cupy")
+    cupy.ndarray = type("ndarray", (), {})
+    cupy.asarray = lambda foreign: foreign.array
+    cupy.cuda = SimpleNamespace(Device=arrays.device, ExternalStream=arrays.Stream)
+    me, own = dist.get_rank(), arrays.Stream()
+    for take in (lambda x: x[::2], lambda x: x.T):
+        base = arrays.full((6, 4), -1.0)
+        ranks.simulation().synchronize()
+        foreign = _Foreign(take(base), own)
+        with own:
+            finish = busy(own.ptr)
+            foreign.array[...] = np.arange(foreign.array.size).reshape(foreign.array.shape) + me
+        with patch.dict(sys.modules, {"cupy": cupy}):
+            work = dist.all_reduce(foreign, async_op=True)
+            assert work is not None
+            finish()
+            work.wait()
+        expected = np.full((6, 4), -1.0)
+        take(expected)[...] = 2 * np.arange(foreign.array.size).reshape(foreign.array.shape) + 1
+        with own:
+            assert (base.numpy() == expected).all()
+    with pytest.raises(dist.DistTypeError, match=r"all_reduce.*: masked arrays cannot"):
+        dist.all_reduce(_Foreign(base, own, mask=_Foreign(base, own)))
 
 
 # --- deadlines and deaths ---------------------------------------------------------------------------------------------

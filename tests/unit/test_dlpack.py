@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 import weakref
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from unicoll.arrays.conversion import as_buffer
+from unicoll.arrays import conversion
+from unicoll.arrays.conversion import Buffer, as_buffer
+from unicoll.arrays.types import BY_NAME, Device
 from unicoll.errors import DistArgumentError, DistTypeError
 
 
@@ -110,6 +116,55 @@ def test_read_only_memory_is_not_writable(device: tuple[int, int]) -> None:
     except BufferError:  # NumPy before 2.1 does not export it
         pytest.skip("this NumPy does not export read-only memory")
     assert not buffer.writable
+
+
+class Packed:
+    """An array of a library that packs it."""
+
+    def __init__(self, producer: Producer, device: Device) -> None:
+        self.producer, self.device = producer, device
+
+    def buffer(self) -> Buffer:
+        array = self.producer.array
+        packed = np.ascontiguousarray(array)
+
+        def unpack() -> None:
+            array[...] = packed
+
+        address = packed.ctypes.data
+        return Buffer(
+            self, BY_NAME["float64"], array.shape, None, True, unpack, self.device, address, packed.size
+        )
+
+
+def test_a_cuda_array_that_is_not_contiguous_is_packed_by_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not if CuPy has copied it to another device."""
+    library: Any = ModuleType("cupy")
+    streams: list[int] = []
+    library.cuda = SimpleNamespace(
+        Device=lambda index: nullcontext(), ExternalStream=lambda s: nullcontext(streams.append(s))
+    )
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    monkeypatch.setitem(conversion._ADAPTERS, Packed, Packed.buffer)
+    array = np.arange(16.0).reshape(4, 4)
+    producer = Producer(array[:, ::2], (2, 1))
+    library.from_dlpack = lambda given: Packed(given, Device("cuda", 1))
+    buffer = as_buffer(producer)
+    assert (buffer.owner, buffer.device, buffer.shape, buffer.writable) == (
+        producer,
+        Device("cuda", 1),
+        (4, 2),
+        True,
+    )
+    packed = np.frombuffer((ctypes.c_double * 8).from_address(buffer.ptr))
+    assert packed.tolist() == [*range(0, 16, 2)]
+    packed += 0.5
+    buffer.write_back()
+    assert (array == np.arange(16.0).reshape(4, 4) + [0.5, 0, 0.5, 0]).all()
+    assert streams == [0, 0]
+    library.from_dlpack = lambda given: Packed(given, Device("cuda", 0))
+    with pytest.raises(DistArgumentError, match="a DLPack array that is not contiguous can be"):
+        as_buffer(producer)
 
 
 def test_unsupported_arrays_raise() -> None:

@@ -14,8 +14,9 @@ the subclass is called. A subclass whose memory does not hold its elements raise
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -57,6 +58,9 @@ def _numpy_dtype(dtype: np.dtype[Any]) -> DType:
     return found
 
 
+_MASKED = "masked arrays cannot be communicated: fill them, or send data and mask"
+
+
 def _from_numpy(array: FlatArray) -> Buffer:
     dtype = _BY_NUMPY.get(array.dtype) or _numpy_dtype(array.dtype)
     flags = array.flags
@@ -79,7 +83,7 @@ def _numpy_family(kind: type) -> Adapter | None:
     if np.ndarray not in kind.__mro__:
         return None
     if any(str(base.__module__).startswith("numpy.ma") for base in kind.__mro__):
-        raise DistTypeError("masked arrays cannot be communicated: fill them, or send data and mask")
+        raise DistTypeError(_MASKED)
     return _from_numpy if kind is np.ndarray else _from_numpy_subclass
 
 
@@ -98,9 +102,8 @@ def _from_cuda_interface(array: Any) -> Buffer:
     dtype = _numpy_dtype(np.dtype(array.dtype if hasattr(array, "dtype") else cai["typestr"]))
     shape = tuple(int(n) for n in cai["shape"])
     count = int(np.prod(shape, dtype=np.int64))
-    strides = cai.get("strides")
-    if strides is not None and not dlpack.is_contiguous(shape, strides, dtype.itemsize):
-        raise DistArgumentError("a CUDA array that is not contiguous cannot be communicated; copy it first")
+    if cai.get("mask") is not None:
+        raise DistTypeError(_MASKED)
     pointer, read_only = cai["data"]
     device = getattr(array, "device", None)
     index = getattr(device, "id", device if isinstance(device, int) else None)
@@ -109,6 +112,15 @@ def _from_cuda_interface(array: Any) -> Buffer:
     stream = cai.get("stream") or 0
     if stream == LEGACY_STREAM:
         stream = 0
+    strides = cai.get("strides")
+    if strides is not None and not dlpack.is_contiguous(shape, strides, dtype.itemsize):
+        views: dict[str, Callable[[Any], Any]] = {
+            "cupy": lambda cupy: cupy.asarray(array),
+            "torch": lambda torch: torch.as_tensor(array, device=f"cuda:{index}"),
+        }
+        buffer = _from_strided(array, "CUDA", int(index), stream, views)
+        buffer.writable = buffer.writable and not read_only
+        return buffer
     return Buffer(
         array,
         dtype,
@@ -124,6 +136,70 @@ def _from_cuda_interface(array: Any) -> Buffer:
     )
 
 
+def _from_strided(
+    array: Any, protocol: str, index: int, stream: int, views: Mapping[str, Callable[[Any], Any]]
+) -> Buffer:
+    """An array on a CUDA device that is not contiguous: CuPy or torch packs it, in the order of its stream.
+
+    Args:
+        index: of the device.
+        views: by library a function that makes a view of the array, given the library.
+    """
+    for name in [name for name in views if name in sys.modules] or views:
+        with suppress(ImportError):
+            library = import_module(name)
+            if name != "torch" or library.cuda.is_available():
+                buffer = _pack_by(library, array, views[name], Device("cuda", index), stream)
+                if buffer is not None:
+                    return buffer
+    raise DistArgumentError(
+        f"a {protocol} array that is not contiguous can be communicated if CuPy or torch is installed, which packs it;"
+        " or copy it first"
+    )
+
+
+def _pack_by(
+    library: Any, array: Any, view: Callable[[Any], Any], device: Device, stream: int
+) -> Buffer | None:
+    """The buffer of a strided array, packed by a library; None if that has copied the array to another place."""
+    in_order = partial(_in_stream, library, device.index, stream)
+    with in_order():
+        packed = as_buffer(view(library))
+    unpack = packed.unpack
+    if unpack is None or packed.device != device:
+        return None
+
+    def write_back() -> None:
+        with in_order():
+            unpack()
+
+    return Buffer(
+        array,
+        packed.dtype,
+        packed.shape,
+        None,
+        packed.writable,
+        write_back,
+        device,
+        packed.ptr,
+        packed.count,
+        stream,
+        lambda: stream,
+    )
+
+
+@contextmanager
+def _in_stream(library: Any, index: int, stream: int) -> Iterator[None]:
+    """Make a device and a stream current in CuPy or torch."""
+    with ExitStack() as stack:
+        if library.__name__ == "torch":
+            stack.enter_context(library.cuda.stream(library.cuda.ExternalStream(stream, device=index)))
+        else:
+            stack.enter_context(library.cuda.Device(index))
+            stack.enter_context(library.cuda.ExternalStream(stream))
+        yield
+
+
 def _from_dlpack(array: Any) -> Buffer:
     """An array with ``__dlpack__`` on the CPU, or on a device, where its library's default stream orders it."""
     kind, index = dlpack.device_of(array)
@@ -133,10 +209,9 @@ def _from_dlpack(array: Any) -> Buffer:
         buffer.owner = array
         buffer.writable = buffer.writable and not immutable
         return buffer
-    if kind in dlpack.CUDA_DEVICES:
-        device, memory = Device("cuda", index), dlpack.import_device(array, LEGACY_STREAM, 0)
-    elif kind == dlpack.ROCM_DEVICE:
-        device, memory = Device("cuda", index), dlpack.import_device(array, 0, 0)
+    if kind in dlpack.CUDA_DEVICES or kind == dlpack.ROCM_DEVICE:
+        default = 0 if kind == dlpack.ROCM_DEVICE else LEGACY_STREAM
+        device, memory = Device("cuda", index), dlpack.import_device(array, default, 0)
     elif kind == dlpack.ONEAPI_DEVICE:
         queue = _sycl().default_queue(index)
         index, stream = _sycl().place_of(queue)
@@ -145,6 +220,15 @@ def _from_dlpack(array: Any) -> Buffer:
         raise DistTypeError(f"arrays on a device of DLPack type {kind} cannot be communicated")
     count = int(np.prod(memory.shape, dtype=np.int64))
     writable = not (memory.read_only or immutable)
+    if not memory.contiguous:
+        if device.type != "cuda":
+            raise DistArgumentError(
+                "a SYCL array that is not contiguous cannot be communicated; copy it first"
+            )
+        views = dict.fromkeys(("cupy", "torch"), lambda library: library.from_dlpack(array))
+        buffer = _from_strided(array, "DLPack", index, 0, views)
+        buffer.writable = buffer.writable and writable
+        return buffer
     return Buffer(
         array,
         memory.dtype,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from unicoll.arrays.types import BY_NAME, DType
-from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.errors import DistTypeError
 
 CPU_DEVICE = 1
 CUDA_DEVICES = (2, 13)
@@ -93,6 +93,7 @@ class DLPackMemory:
         shape: shape of the array.
         read_only: True if the producer marked the memory read-only.
         stream: handle of the stream that orders it.
+        contiguous: True if its elements are contiguous in C order.
     """
 
     capsule: Any
@@ -101,6 +102,7 @@ class DLPackMemory:
     shape: tuple[int, ...]
     read_only: bool
     stream: int
+    contiguous: bool
 
     def current_stream(self) -> int:
         """:attr:`stream`. The bound method keeps the memory."""
@@ -165,7 +167,6 @@ def import_device(array: Any, stream: Any, handle: int) -> DLPackMemory:
 
     Raises:
         DistTypeError: the element type cannot be communicated.
-        DistArgumentError: the array is not contiguous.
     """
     try:
         capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
@@ -186,10 +187,9 @@ def import_device(array: Any, stream: Any, handle: int) -> DLPackMemory:
             " cannot be communicated"
         )
     shape = tuple(tensor.shape[: tensor.ndim])
-    if tensor.strides and not is_contiguous(shape, tensor.strides[: tensor.ndim]):
-        raise DistArgumentError("a DLPack array that is not contiguous cannot be communicated; copy it first")
+    contiguous = not tensor.strides or is_contiguous(shape, tensor.strides[: tensor.ndim])
     address = int(tensor.data or 0) + tensor.byte_offset
-    return DLPackMemory(capsule, address, BY_NAME[found], shape, read_only, handle)
+    return DLPackMemory(capsule, address, BY_NAME[found], shape, read_only, handle, contiguous)
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int], unit: int = 1) -> bool:
