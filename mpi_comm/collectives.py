@@ -61,6 +61,10 @@ def all_gather_into_tensor(group: GroupCommunicator, call: Call) -> None:
         group.execute("Allgather", [source, mpi_type], [out, mpi_type])
 
 
+_MOST_PARTS = 64
+"""The largest contribution, in multiples of the smallest one, for a library that moves parts of that size."""
+
+
 def _all_gather(
     group: GroupCommunicator, source: Flat, out: Flat, counts: Sequence[int], mpi_type: Any
 ) -> None:
@@ -88,7 +92,9 @@ def all_gather(group: GroupCommunicator, call: Call, even: bool) -> None:
     chunks = [flat_of(b) for b in call.outputs]
     counts = [c.size for c in chunks]
     whole = flat_memory.contiguous_view(chunks)
-    if sum(counts) > group.mpi.largest_count:
+    if sum(counts) > group.mpi.largest_count or (
+        group.mpi.gathers_in_small_parts and max(counts) > _MOST_PARTS * max(1, min(counts))
+    ):
         _gather_one_by_one(group, source, chunks, mpi_type)
     elif whole is not None and (even or _nbytes(chunks) <= PACK_LIMIT):
         _all_gather(group, source, whole, counts, mpi_type)

@@ -73,6 +73,17 @@ def splits() -> None:
     assert total() == 6
 
 
+def very_uneven_sizes(count: int) -> None:
+    """all_gather where one rank has nothing or little, and the others have ``count`` elements; well within 20 s."""
+    for few in (0, 1, 10):
+        for small in range(size()):
+            sizes = [few if rank == small else count for rank in range(size())]
+            out = [np.full(n, -1.0) for n in sizes]
+            dist.all_gather(out, np.arange(sizes[me()]) + 0.5 * me(), timeout=20)
+            for rank, found in enumerate(out):
+                assert np.array_equal(found, np.arange(sizes[rank]) + 0.5 * rank), (sizes, rank)
+
+
 def pickled_objects() -> None:
     """Objects that need pickle, by all functions; they have MACs where ranks are, or count as, on several hosts."""
     n, pg = size(), dist.group.WORLD

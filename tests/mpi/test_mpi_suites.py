@@ -57,6 +57,8 @@ def hosts() -> Iterator[Callable[[int], Pool]]:
         (4, p2p_jobs.batches, (300_000,)),
         (4, p2p_jobs.while_collectives_run, (60,)),
         (4, group_jobs.splits, ()),
+        (2, group_jobs.very_uneven_sizes, (70_010,)),
+        (3, group_jobs.very_uneven_sizes, (70_010,)),
         (2, matching_jobs.statuses, (300_000,)),
         (3, matching_jobs.probes, (300_000,)),
         (2, matching_jobs.polled, (10,)),
