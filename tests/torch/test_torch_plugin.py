@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,3 +115,86 @@ def test_a_process_in_place_of_a_lost_one_needs_a_group_that_reconfigures() -> N
     assert (
         "DistArgumentError: init_process_group: this process replaces a rank that has ended" in ended.stderr
     )
+
+
+# --- the launcher's store ---------------------------------------------------------------------------------------------
+
+
+def _store_calls(store: Any) -> list[Any]:
+    """Results of all calls of a store, also within a timeout of 0.3 s; errors by type."""
+    found: list[Any] = []
+
+    def note(call: Callable[[], Any]) -> None:
+        try:
+            found.append(call())
+        except Exception as e:
+            found.append(type(e).__name__)
+
+    before = store.num_keys()
+    store.set("a", "1")
+    store.set("b", b"2")
+    note(lambda: store.num_keys() - before)
+    note(lambda: sorted(store.list_keys()))
+    note(lambda: [store.get("a"), store.add("n", 2), store.add("n", 3), store.check(["a", "n"])])
+    note(lambda: [store.delete_key("a"), store.delete_key("a"), store.check(["a"])])
+    note(lambda: store.compare_set("b", "2", "3"))
+    for value in ("first", "second", "third"):
+        note(lambda v=value: store.queue_push("q", v))  # type: ignore[misc]
+    note(
+        lambda: [
+            store.queue_len("q"),
+            store.queue_pop("q"),
+            store.queue_pop("q", False),
+            store.queue_len("q"),
+        ]
+    )
+    note(lambda: [store.queue_pop(key="q", block=True), store.queue_len("q"), store.queue_len("none")])
+    note(lambda: store.queue_pop("q", False))
+    store.set_timeout(timedelta(seconds=0.3))
+    note(lambda: store.timeout)
+    note(lambda: store.queue_pop("q"))
+    note(lambda: sorted(key for key in store.list_keys() if not key.startswith("q")))
+    return found
+
+
+def test_the_launchers_store_has_all_calls_of_torchs() -> None:
+    import torch.distributed as dist
+
+    from unicoll.net.stores import HashStore
+    from unicoll.torch_plugin.stores import UnicollBackedStore
+
+    ours: Any = UnicollBackedStore(SimpleNamespace(store=HashStore()))  # type: ignore[arg-type]
+    torchs = dist.HashStore()
+    for prefixes in (("x",), ("x", "y")):
+        wrapped = [ours, torchs]
+        for prefix in prefixes:
+            wrapped = [dist.PrefixStore(prefix, store) for store in wrapped]
+        found, expected = map(_store_calls, wrapped)
+        assert found == expected
+    assert expected[0] == 2  # it has raised nothing
+    assert _store_calls(dist.PrefixStore("z", torchs)) == expected  # of a PrefixStore of torch's own
+
+
+def test_values_of_a_queue_go_to_one_thread_each() -> None:
+    import torch.distributed as dist
+
+    from unicoll.net.stores import HashStore
+    from unicoll.torch_plugin.stores import UnicollBackedStore
+
+    ours: Any = UnicollBackedStore(SimpleNamespace(store=HashStore()))  # type: ignore[arg-type]
+    store: Any = dist.PrefixStore("x", ours)
+    popped: list[bytes] = []
+    takers = [
+        threading.Thread(target=lambda: popped.extend(store.queue_pop("q") for _ in range(50)))
+        for _ in range(4)
+    ]
+    givers = [
+        threading.Thread(target=lambda k=k: [store.queue_push("q", f"{k} {i}") for i in range(100)])
+        for k in range(2)
+    ]
+    for thread in (*takers, *givers):
+        thread.start()
+    for thread in (*takers, *givers):
+        thread.join()
+    assert sorted(popped) == sorted(f"{k} {i}".encode() for k in range(2) for i in range(100))
+    assert store.queue_len("q") == 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import cache, wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +23,7 @@ from unicoll.net.stores.base import Timeout, Value, seconds_of
 from unicoll.net.timeouts import backoff
 
 _MIN_POLL_S, _MAX_POLL_S = 0.002, 0.05
+_QUEUE_POLL_S = 0.2
 _CLOSE_S = 0.5
 """Seconds for which closing waits for a request in progress."""
 
@@ -115,38 +119,90 @@ def _forwarded(method: str) -> Callable[..., Any]:
 
 
 class UnicollBackedStore(dist.Store):  # type: ignore[misc]
-    """A torch store over the store of a completed rendezvous; the job that uses the rendezvous closes it."""
+    """A torch store over the store of a completed rendezvous; the job that uses the rendezvous closes it.
+
+    torch calls its methods from C++ if a PrefixStore is around it. For ``list_keys`` and queues it has no such calls:
+    there the methods of PrefixStore are replaced (:func:`_extend_prefix_store`).
+    """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
+        _extend_prefix_store()
         self.rendezvous = rendezvous
         self._claimed = False
         self._clones: list[UnicollBackedStore] = []
         self._store = rendezvous.store
-        self._limit = rendezvous.store.timeout
+        super().set_timeout(rendezvous.store.timeout)
 
     def claim(self) -> bool:
         """True for the first caller, which then joins the job at the rendezvous."""
         first, self._claimed = not self._claimed, True
         return first
 
-    @property
-    def timeout(self) -> timedelta:
-        return self._limit
+    def _within_timeout(self) -> Store:
+        """The store, with the timeout of torch's part of this object, which a PrefixStore sets."""
+        if self._store.timeout != self.timeout:
+            self._store.set_timeout(self.timeout)
+        return self._store
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._limit = timeout
-        self._store.set_timeout(timeout)
+    def get(self, key: str) -> bytes:
+        return self._within_timeout().get(key)
+
+    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+        self._within_timeout().wait(keys, *timeout)
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value if isinstance(value, str) else bytes(value))
 
-    get, add, check, wait = map(_forwarded, ("get", "add", "check", "wait"))
-    delete_key, num_keys = map(_forwarded, ("delete_key", "num_keys"))
+    add, delete_key, num_keys, list_keys = map(_forwarded, ("add", "delete_key", "num_keys", "list_keys"))
+    deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ calls
+
+    def check(self, keys: Sequence[str]) -> bool:
+        if len(keys) == 1 and keys[0].endswith(_PROBE):  # of _prefix_of
+            _probed.prefix = keys[0].removesuffix(_PROBE)
+            return False
+        return self._store.check(keys)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         expected, desired = (x if isinstance(x, str) else bytes(x) for x in (expected, desired))
         return self._store.compare_set(key, expected, desired)
+
+    # A queue is a key for each value, "KEY/queue/NUMBER", the number of values pushed, and that of values popped with a
+    # token of the one that popped last: of two that pop at the same time one sees the other's token, and tries again.
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Append a value to a queue."""
+        number = self._store.add(f"{key}/queue/pushed", 1) - 1
+        self._store.set(f"{key}/queue/{number}", value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value of a queue; waits for one, or raises torch's QueueEmptyError."""
+        limit = self.timeout.total_seconds()
+        deadline = time.monotonic() + limit
+        while True:
+            popped = self._store.try_get(f"{key}/queue/popped") or b""
+            number = _popped(popped)
+            item = f"{key}/queue/{number}"
+            value = self._store.try_get(item)
+            if value is not None:
+                own = f"{number + 1} {uuid.uuid4().hex}".encode()
+                if self._store.compare_set(f"{key}/queue/popped", popped, own) == own:
+                    self._store.delete_key(item)
+                    return value
+            elif not block:
+                raise dist.QueueEmptyError("queue is empty")
+            elif time.monotonic() >= deadline:
+                raise dist.DistStoreError(f"wait timeout after {1000 * limit:.0f}ms, keys: {key}")
+            else:
+                # not for the whole time: another one may take the value, and delete its key, before this wait sees it
+                left = max(0.001, deadline - time.monotonic())
+                with suppress(StoreTimeoutError):
+                    self._store.wait([item], timedelta(seconds=min(_QUEUE_POLL_S, left)))
+
+    def queue_len(self, key: str) -> int:
+        """The number of values in a queue."""
+        popped = _popped(self._store.try_get(f"{key}/queue/popped") or b"")
+        return int(self._store.try_get(f"{key}/queue/pushed") or b"0") - popped
 
     def clone(self) -> UnicollBackedStore:
         """Another store over the same rendezvous, which torch's Gloo needs."""
@@ -158,6 +214,58 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
     def has_extended_api(self) -> bool:
         """False: append, multi_get and multi_set are not supported."""
         return False
+
+
+def _popped(value: bytes) -> int:
+    return int(value.partition(b" ")[0] or b"0")
+
+
+# --- what torch's PrefixStore does not pass on -----------------------------------------------------------------------
+
+_PROBE = "\0prefix"
+"""The end of a key with which a PrefixStore shows its prefix."""
+
+
+class _Probed(threading.local):
+    prefix = ""
+
+
+_probed = _Probed()
+
+
+def _prefix_of(store: Any) -> str:
+    """The prefix of the keys of a PrefixStore in the store below all of them."""
+    store.check([_PROBE])
+    return _probed.prefix
+
+
+@cache
+def _extend_prefix_store() -> None:
+    """Once: have the methods of a PrefixStore around a :class:`UnicollBackedStore` that torch lacks call that."""
+    for name, has_key in (
+        ("list_keys", False),
+        ("queue_push", True),
+        ("queue_pop", True),
+        ("queue_len", True),
+    ):
+        if hasattr(dist.Store, name):  # not in old versions of torch
+            setattr(dist.PrefixStore, name, _through_prefix(name, has_key, getattr(dist.PrefixStore, name)))
+
+
+def _through_prefix(name: str, has_key: bool, torchs: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(torchs)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        inner = innermost(self)
+        if not isinstance(inner, UnicollBackedStore):
+            return torchs(self, *arguments, **options)
+        prefix = _prefix_of(self)
+        if not has_key:  # the keys with this prefix, as those of torch's stores
+            return [key.removeprefix(prefix) for key in inner.list_keys() if key.startswith(prefix)]
+        if "key" in options:
+            arguments = (options.pop("key"), *arguments)
+        return getattr(inner, name)(prefix + arguments[0], *arguments[1:], **options)
+
+    return call
 
 
 class TorchStoreLocation(StoreLocation):
