@@ -51,7 +51,7 @@ LARGE = CHUNK + 1
 
 def context_of(rank: int, endpoint: Any) -> Context:
     """A group of two whose connections come from ``endpoint``."""
-    job: Any = SimpleNamespace(rank=rank, size=2, control=None, shared=lambda name, make: endpoint)
+    job: Any = SimpleNamespace(rank=rank, size=2, control=None, ended={}, shared=lambda name, make: endpoint)
     return Context(job, "fuzz", (0, 1), TIMEOUT)
 
 

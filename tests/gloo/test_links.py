@@ -41,7 +41,7 @@ def connections_of(*lanes: Connection, spins: int = 0) -> GroupConnections:
         describe=lambda peer, sock: f"here to rank {peer}",
         unanswered=lambda group: [],
     )
-    job: Any = SimpleNamespace(rank=0, size=2, control=None)
+    job: Any = SimpleNamespace(rank=0, size=2, control=None, ended={})
     state = GroupState(Context(job, "g", (0, 1), 60.0))
     connections = GroupConnections(state, cast(Any, endpoint), spins)
     state.call = Call(OPS["barrier"], (), (), TIMEOUT)
