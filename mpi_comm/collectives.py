@@ -62,7 +62,10 @@ def all_gather_into_tensor(group: GroupCommunicator, call: Call) -> None:
 
 
 _MOST_PARTS = 64
-"""The largest contribution, in multiples of the smallest one, for a library that moves parts of that size."""
+"""The largest contribution, in multiples of the smallest one, for a library that moves parts of that size.
+
+With Intel MPI 2021.18 and two ranks on one host 234 parts take 5 ms, 700 parts 0.4 s.
+"""
 
 
 def _all_gather(

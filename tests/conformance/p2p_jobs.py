@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
@@ -322,26 +323,34 @@ def unexpected(count: int) -> None:
 def many_threads(threads: int, rounds: int) -> list[str]:
     """Several threads of both ranks exchange on one group, each with its own tag; returns the errors."""
     other = 1 - me()
-    wrong: list[str] = []
 
     def talk(tag: int) -> None:
-        try:
-            for i in range(rounds):
-                count = (tag * 977 + i * 131) % 30_000
-                given, room = np.full(count, tag * 1000 + i), np.zeros(count, np.int64)
-                if (tag + i + me()) % 2:
-                    dist.send(given, other, tag=tag)
-                    dist.recv(room, other, tag=tag)
-                else:
-                    work = must(dist.irecv(room, other, tag=tag))
-                    must(dist.isend(given, other, tag=tag)).wait()
-                    work.wait()
-                if not (room == tag * 1000 + i).all():
-                    wrong.append(f"tag {tag}, round {i}")
-        except Exception as e:
-            wrong.append(f"tag {tag}: {e!r}")
+        for i in range(rounds):
+            count = (tag * 977 + i * 131) % 30_000
+            given, room = np.full(count, tag * 1000 + i), np.zeros(count, np.int64)
+            if (tag + i + me()) % 2:
+                dist.send(given, other, tag=tag)
+                dist.recv(room, other, tag=tag)
+            else:
+                work = must(dist.irecv(room, other, tag=tag))
+                must(dist.isend(given, other, tag=tag)).wait()
+                work.wait()
+            assert (room == tag * 1000 + i).all(), f"round {i}"
 
-    them = [threading.Thread(target=talk, args=(tag,)) for tag in range(threads)]
+    return _in_threads(threads, talk)
+
+
+def _in_threads(count: int, talk: Callable[[int], None]) -> list[str]:
+    """Call ``talk`` with each number below ``count``, each in a thread; returns the errors."""
+    wrong: list[str] = []
+
+    def run(thread: int) -> None:
+        try:
+            talk(thread)
+        except Exception as e:
+            wrong.append(f"thread {thread}: {e!r}")
+
+    them = [threading.Thread(target=run, args=(thread,)) for thread in range(count)]
     for t in them:
         t.start()
     for t in them:
@@ -490,26 +499,18 @@ def objects_in_threads(threads: int, rounds: int, tagged: bool) -> None:
         return [rank, thread, k, bytes([rank, thread, k]) * (20_000 if (thread + k) % 3 else 1)]
 
     found: list[list[Any]] = []
-    wrong: list[str] = []
 
     def talk(thread: int) -> None:
-        try:
-            for k in range(rounds if me() else rounds * (size() - 1)):
-                tag = thread if tagged else 0
-                if me():
-                    dist.send_object_list(obj(me(), thread, k), 0, tag=tag)
-                else:
-                    room: list[Any] = [None] * 4
-                    sender = dist.recv_object_list(room, tag=tag)
-                    found.append([sender, thread if tagged else room[1], *room])
-        except Exception as e:
-            wrong.append(f"thread {thread}: {e!r}")
+        for k in range(rounds if me() else rounds * (size() - 1)):
+            tag = thread if tagged else 0
+            if me():
+                dist.send_object_list(obj(me(), thread, k), 0, tag=tag)
+            else:
+                room: list[Any] = [None] * 4
+                sender = dist.recv_object_list(room, tag=tag)
+                found.append([sender, thread if tagged else room[1], *room])
 
-    them = [threading.Thread(target=talk, args=(thread,)) for thread in range(threads)]
-    for t in them:
-        t.start()
-    for t in them:
-        t.join()
+    wrong = _in_threads(threads, talk)
     assert not wrong, wrong
     if me() == 0:
         sent = [obj(r, t, k) for r in range(1, size()) for t in range(threads) for k in range(rounds)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launching import environment
-from unicoll.bootstrap import enclosing_jobs, launchers
+from unicoll.bootstrap import enclosing_jobs, join, launchers
 from unicoll.bootstrap.launchers import (
     LaunchInfo,
     detect,
@@ -400,6 +400,12 @@ def test_the_innermost_launcher_gives_rank_and_size(
     if "contradict" in expected:
         with pytest.raises(DistArgumentError, match=expected):
             detect(environ)
+        with pytest.raises(DistArgumentError, match=expected):
+            join.run_rendezvous("gloo", None, -1, -1, None, 5)
+        # what the error says
+        found = join.run_rendezvous("gloo", "tcp://127.0.0.1:0", 0, 1, None, 5)
+        found.close()
+        assert (found.rank, found.world_size) == (0, 1)
         return
     launched = detect(environ)
     if launched is None:

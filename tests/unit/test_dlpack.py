@@ -9,6 +9,7 @@ import weakref
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -165,6 +166,11 @@ def test_a_cuda_array_that_is_not_contiguous_is_packed_by_cupy(monkeypatch: pyte
     library.from_dlpack = lambda given: Packed(given, Device("cuda", 0))
     with pytest.raises(DistArgumentError, match="a DLPack array that is not contiguous can be"):
         as_buffer(producer)
+    failure = RuntimeError("no memory")
+    library.from_dlpack = Mock(side_effect=failure)
+    with pytest.raises(DistArgumentError, match=r"send: .* packs it \(RuntimeError: no memory\)") as caught:
+        as_buffer(producer, "send: tensor")
+    assert caught.value.__cause__ is failure
 
 
 def test_unsupported_arrays_raise() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -145,17 +145,23 @@ def _from_strided(
         index: of the device.
         views: by library a function that makes a view of the array, given the library.
     """
+    reason: Exception | None = None
     for name in [name for name in views if name in sys.modules] or views:
-        with suppress(ImportError):
+        try:
             library = import_module(name)
             if name != "torch" or library.cuda.is_available():
                 buffer = _pack_by(library, array, views[name], Device("cuda", index), stream)
                 if buffer is not None:
                     return buffer
+        except ImportError:
+            continue
+        except Exception as e:  # of any type: without a driver, without memory
+            reason = e
+    failed = f" ({type(reason).__name__}: {reason})" if reason else ""
     raise DistArgumentError(
-        f"a {protocol} array that is not contiguous can be communicated if CuPy or torch is installed, which packs it;"
-        " or copy it first"
-    )
+        f"a {protocol} array that is not contiguous can be communicated if CuPy or torch is installed, which packs"
+        f" it{failed}; or copy it first"
+    ) from reason
 
 
 def _pack_by(
@@ -446,7 +452,7 @@ def as_buffer(array: Any, what: str = "") -> Buffer:
     except DistArgumentError as e:
         if not what:
             raise
-        raise type(e)(f"{what}: {e}", op=what.partition(":")[0]) from None
+        raise type(e)(f"{what}: {e}", op=what.partition(":")[0]) from e.__cause__
 
 
 def as_buffers(arrays: Iterable[Any], what: str) -> tuple[Buffer, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from typing import Any, Generic, Protocol, TypeVar
 
 from unicoll.backend.call import Call
@@ -36,18 +36,18 @@ INTERNAL_TAGS = range(-(1 << 63), (1 << 32) - (1 << 63))
 
 P = TypeVar("P", bound=Pending)
 M = TypeVar("M", bound=Message)
-
+V = TypeVar("V")
 
 _Key = tuple[int, "int | None"]
 """Source, -1 for any, and tag, None for any."""
-_NONE: OrderedDict[Any, Any] = OrderedDict()
 
 
 class MessageMatcher(Generic[P, M]):
     """The posted receives and probes, and the messages without a receive. Moves no bytes; the caller holds a lock.
 
-    Both are kept in order, and again by source and tag, so that the time for a match does not depend on how many there
-    are. (The first of a dict is found slowly after many deletions, that of an OrderedDict is not.)
+    Both are kept in order, and again in queues by source and tag, so that the time for a match does not depend on how
+    many there are: what is matched is the first of its queue. (The first of a dict is found slowly after many
+    deletions, that of an OrderedDict is not.)
 
     Args:
         size: number of ranks of the group.
@@ -57,11 +57,12 @@ class MessageMatcher(Generic[P, M]):
     """
 
     def __init__(self, size: int) -> None:
-        self.posted: OrderedDict[P, int] = OrderedDict()
-        self._receives: dict[_Key, OrderedDict[P, int]] = {}
+        self.posted: dict[P, int] = {}
+        self._receives: dict[_Key, deque[P]] = {}
+        self._wildcards: dict[_Key, deque[P]] = {}
         self._probes: list[P] = []
         self._unexpected: list[OrderedDict[int, M]] = [OrderedDict() for _ in range(size)]
-        self._by_tag: dict[_Key, OrderedDict[int, M]] = {}
+        self._by_tag: dict[_Key, deque[int]] = {}
         self._serial = 0
 
     def post_receive(self, pending: P) -> M | None:
@@ -93,28 +94,30 @@ class MessageMatcher(Generic[P, M]):
         if call.op is PROBE:
             self._probes.append(pending)
         else:
-            self._receives.setdefault((call.peer, call.tag), OrderedDict())[pending] = self._serial
+            _append(self._table(call), (call.peer, call.tag), pending)
+
+    def _table(self, call: Call) -> dict[_Key, deque[P]]:
+        return self._wildcards if call.tag is None or call.peer < 0 else self._receives
 
     def _first(self, call: Call) -> tuple[int, M] | None:
         """The oldest unexpected message that matches a receive or probe, with its serial number."""
-        tag = call.tag
-        found: tuple[int, M] | None = None
-        for peer in range(len(self._unexpected)) if call.peer < 0 else (call.peer,):
-            queue = self._unexpected[peer]
-            if queue and tag is not None:
-                queue = self._by_tag.get((peer, tag), _NONE)
-            serial = _first_with_any_tag(queue) if tag is None else next(iter(queue), None)
-            if serial is not None and (found is None or serial < found[0]):
-                found = serial, queue[serial]
-        return found
+        if call.peer >= 0:
+            return self._first_from(call.peer, call.tag)
+        found = [self._first_from(peer, call.tag) for peer in range(len(self._unexpected))]
+        return min((one for one in found if one is not None), key=_serial_of, default=None)
+
+    def _first_from(self, peer: int, tag: int | None) -> tuple[int, M] | None:
+        messages = self._unexpected[peer]
+        if not messages:
+            return None
+        if tag is None:
+            return next((one for one in messages.items() if one[1].tag not in INTERNAL_TAGS), None)
+        serials = self._by_tag.get((peer, tag))
+        return (serials[0], messages[serials[0]]) if serials else None
 
     def _remove(self, serial: int, message: M) -> None:
-        key = message.peer, message.tag
+        _discard(self._by_tag, (message.peer, message.tag), serial)
         del self._unexpected[message.peer][serial]
-        queue = self._by_tag[key]
-        del queue[serial]
-        if not queue:
-            del self._by_tag[key]
 
     def empty(self, peer: int) -> bool:
         """True if nothing is posted, and no message from ``peer`` is queued; -1 is any."""
@@ -124,17 +127,14 @@ class MessageMatcher(Generic[P, M]):
 
     def find_receive(self, peer: int, tag: int) -> P | None:
         """The first posted receive that matches a message, or None."""
-        found: P | None = None
-        if self._receives:
-            posted = self.posted
-            keys: tuple[_Key, ...] = (peer, tag), (-1, tag), (peer, None), (-1, None)
-            for key in keys if tag not in INTERNAL_TAGS else keys[:2]:
-                queue = self._receives.get(key)
-                # empty where an exception of a signal's handler has interrupted _post(); cancel() removes it
-                if queue:
-                    first = next(iter(queue))
-                    if found is None or posted[first] < posted[found]:
-                        found = first
+        queue = self._receives.get((peer, tag))
+        found = queue[0] if queue else None
+        if self._wildcards:
+            keys: tuple[_Key, ...] = (-1, tag), (peer, None), (-1, None)
+            for key in keys if tag not in INTERNAL_TAGS else keys[:1]:
+                queue = self._wildcards.get(key)
+                if queue and (found is None or self.posted[queue[0]] < self.posted[found]):
+                    found = queue[0]
         return found
 
     def is_awaited(self, peer: int, tag: int) -> bool:
@@ -153,7 +153,7 @@ class MessageMatcher(Generic[P, M]):
         self._serial += 1
         peer, tag = message.peer, message.tag
         self._unexpected[peer][self._serial] = message
-        self._by_tag.setdefault((peer, tag), OrderedDict())[self._serial] = message
+        _append(self._by_tag, (peer, tag), self._serial)
         ended = [pending for pending in self._probes if _matches(pending.call, peer, tag)]
         for pending in ended:
             self.match(pending, peer, tag, message.code, message.size)
@@ -171,13 +171,11 @@ class MessageMatcher(Generic[P, M]):
         if pending not in self.posted:
             return
         # the order here and in _post(): what an exception of a signal's handler interrupts can still be cancelled
-        if pending in self._probes:
+        call = pending.call
+        if call.op is not PROBE:
+            _discard(self._table(call), (call.peer, call.tag), pending)
+        elif pending in self._probes:
             self._probes.remove(pending)
-        key = pending.call.peer, pending.call.tag
-        queue = self._receives.get(key, _NONE)
-        queue.pop(pending, None)
-        if not queue:
-            self._receives.pop(key, None)
         self.posted.pop(pending, None)
 
     def cancel_all(self, peer: int | None = None) -> list[P]:
@@ -212,6 +210,24 @@ def _matches(call: Call, peer: int, tag: int) -> bool:
     return call.peer in (peer, -1) and (call.tag == tag or (call.tag is None and tag not in INTERNAL_TAGS))
 
 
-def _first_with_any_tag(messages: OrderedDict[int, Any]) -> int | None:
-    """The serial number of the oldest message that a receive with any tag matches."""
-    return next((serial for serial, m in messages.items() if m.tag not in INTERNAL_TAGS), None)
+def _serial_of(found: tuple[int, Any]) -> int:
+    return found[0]
+
+
+def _append(queues: dict[_Key, deque[V]], key: _Key, value: V) -> None:
+    queue = queues.get(key)
+    if queue is None:
+        # an empty queue in the table would stay there if an exception of a signal's handler came before append()
+        queues[key] = deque((value,))
+    else:
+        queue.append(value)
+
+
+def _discard(queues: dict[_Key, deque[V]], key: _Key, value: V) -> None:
+    """Remove a value, fast if it is the first; nothing if an exception has interrupted :func:`_append`."""
+    queue = queues.get(key)
+    if queue is not None and value in queue:
+        if len(queue) == 1:
+            del queues[key]
+        else:
+            queue.remove(value)

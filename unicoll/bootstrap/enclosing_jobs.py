@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,9 +135,10 @@ def unmark_joined() -> None:
         del os.environ[_JOINED]
 
 
-def refuse_subprocess(launched: LaunchInfo | None, environ: Environ = os.environ) -> None:
+def refuse_subprocess(detect: Callable[[], LaunchInfo | None], environ: Environ = os.environ) -> None:
     """Raise DistArgumentError if an ancestor of this process has joined the job of the same variables."""
     pid, _, identity = environ.get(_JOINED, "").partition(" ")
+    launched = detect() if identity else None
     if launched is None or identity != _identity(launched, environ):
         return
     name = next((name for name, ancestor in ancestors() if str(ancestor) == pid), None)

@@ -88,7 +88,7 @@ def run_rendezvous(
     given = gives_members(init_method, rank, world_size)
     use_launcher = not (name and given)
     if not given and store is None:
-        enclosing_jobs.refuse_subprocess(mpi_launch.detect())  # before it could start MPI
+        enclosing_jobs.refuse_subprocess(mpi_launch.detect)  # before it could start MPI
     mpi = MPIJobStart(rank, world_size)
     if use_launcher:
         named = backend if isinstance(backend, str) else None

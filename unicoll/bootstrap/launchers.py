@@ -100,7 +100,10 @@ def master_of(environ: Environ, row: LauncherRow = TORCH_STYLE) -> tuple[str | N
 
 def has_rank_without_size() -> bool:
     """True if an MPI launcher has set a rank, but no size, in the environment."""
-    environ = own_environment()
+    try:
+        environ = own_environment()
+    except DistArgumentError:  # of two sizes, of which the rendezvous needs one, unless it has arguments
+        return False
     return any(row.mpi and row.applies(environ) and row.size_variable(environ) is None for row in LAUNCHERS)
 
 
