@@ -84,6 +84,17 @@ def test_one_call_destroys_the_groups_of_both(by_unicoll: bool, tmp_path: Path) 
     assert len(list(tmp_path.glob("metrics_?.prom"))) == 2
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_join_again_at_once(late: int) -> None:
+    """They do not use the store of the job before, which rank 0 is about to end; a client of torch may log its end."""
+    with ProcessJob(3, join="env", modules=["torch"], quiet=False) as job:
+        job.call(jobs.join, "unicoll-gloo")
+        job.results()
+        job.call(jobs.join_again, 10, late)
+        job.results()
+        ended(job)
+
+
 def test_a_part_that_torch_has_not_registered_ends_with_the_job() -> None:
     with ProcessJob(2, join="env", modules=["torch"]) as job:
         job.call(jobs.joined_without_metrics, "unicoll-gloo")

@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import os
+import time
 import traceback
 import warnings
 import weakref
@@ -51,6 +52,18 @@ def leave() -> list[str]:
     gc.collect()
     compilers = [word for word in snapshot() if word.startswith("thread ThreadPoolExecutor-")]
     return leftovers([*before, "fd pipe", "fd pipe", *compilers])
+
+
+def join_again(rounds: int, late: int) -> None:
+    """Destroy the groups and join again at once, several times; one rank destroys them later than the others."""
+    for _ in range(rounds):
+        if me() == late:
+            time.sleep(0.05)
+        dist.destroy_process_group()
+        dist.init_process_group("unicoll-gloo", timeout=timedelta(seconds=60))
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [size()] * 2
 
 
 def me() -> int:

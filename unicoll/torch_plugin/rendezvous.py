@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
+
+import torch.distributed as dist
 
 from unicoll.api import world
 from unicoll.bootstrap.join import run_rendezvous
 from unicoll.bootstrap.rendezvous import find_members, open_store
 from unicoll.errors import DistArgumentError
 from unicoll.net import logs
+from unicoll.net.timeouts import backoff, seconds_left
 from unicoll.torch_autoload import argument_of_init, backend_of_init
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.stores import UnicollBackedStore
@@ -22,6 +29,9 @@ log = logs.logger("torch")
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT_S = 300.0
+_TOKEN = "unicoll/store"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""torch's variable: the store is that of torchrun's agent, and serves all jobs of its workers."""
 
 
 def register(include_mpi: Callable[[], bool]) -> None:
@@ -45,12 +55,74 @@ def register(include_mpi: Callable[[], bool]) -> None:
                 "torch.distributed.init_process_group was called without a backend: torch's own backends are used;"
                 " backend='unicoll' selects unicoll's"
             )
-        if backend is None or complete or not names_unicoll(backend, include_mpi()):
+        if backend is None or not names_unicoll(backend, include_mpi()):
             return torchs_handler(url, **({} if timeout is None else {"timeout": timeout}), **options)
+        if complete:
+            return _at_new_store(torchs_handler, url, timeout, options)
         return iter([_rendezvous(spec_of(backend), query, timeout)])
 
+    def tcp_handler(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
+        backend = backend_of_init()
+        if backend is None or not names_unicoll(backend, include_mpi()):
+            return torchs_tcp_handler(url, **({} if timeout is None else {"timeout": timeout}), **options)
+        return _at_new_store(torchs_tcp_handler, url, timeout, options)
+
+    torchs_tcp_handler = handlers["tcp"]
     handler.dispatches_unicoll = True  # type: ignore[attr-defined]
-    handlers["env"] = handler
+    handlers["env"], handlers["tcp"] = handler, tcp_handler
+
+
+class _Met(NamedTuple):
+    """The last store in which this process has met the others: rank 0's token, and the server's address."""
+
+    token: bytes
+    address: tuple[str, int]
+
+
+_last: _Met | None = None
+
+
+def _at_new_store(
+    handler: Callable[..., Any], url: str, timeout: timedelta | None, options: dict[str, Any]
+) -> Iterator[tuple[Any, int, int]]:
+    """torch's rendezvous in a TCPStore of rank 0, but not in that of the job before.
+
+    Rank 0 may destroy its groups later than the other ranks. One that joins again at once would connect to the store
+    that is about to end. So rank 0 writes a fresh token into each store, and a rank that finds the last one connects
+    again.
+    """
+    global _last
+    limit = timeout.total_seconds() if timeout is not None else _TIMEOUT_S
+    deadline, pauses = time.monotonic() + limit, backoff(0.1, 0.2)
+    while True:
+        if _last is not None:
+            _await_end(_last.address, next(pauses))
+        left = timedelta(seconds=seconds_left(deadline, 1.0))
+        try:
+            store, rank, size = next(iter(handler(url, timeout=left, **options)))
+            if os.environ.get(_AGENT_STORE) == str(True):
+                break
+            if rank == 0:
+                store.set(_TOKEN, secrets.token_hex(8))
+            met = _Met(bytes(store.get(_TOKEN)), (store.host, store.port))
+        except dist.DistNetworkError:  # the old store has ended
+            if time.monotonic() >= deadline:
+                raise
+        else:
+            if _last is None or met.token != _last.token or time.monotonic() >= deadline:
+                _last = met if rank else None
+                break
+        store = None  # ends the connection
+    if timeout is not None:
+        store.set_timeout(timeout)
+    yield store, rank, size
+
+
+def _await_end(address: tuple[str, int], timeout: float) -> None:
+    """Wait until a server ends: torch's client logs an error, with frames of C++, if it is connected then."""
+    with suppress(OSError), socket.create_connection(address, timeout) as connection:
+        connection.settimeout(timeout)
+        connection.recv(1)
 
 
 def _rendezvous(
