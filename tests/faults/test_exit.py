@@ -87,13 +87,13 @@ def test_a_program_may_end_without_destroying_its_groups(
     first, *others, last = run(*([*command, str(rank), str(RANKS), init] for rank in range(RANKS)))
     assert first[0] == 0
     assert first[2] == ""
-    ((code, written, warned),) = others
-    assert (code, written) == (0, "")
-    if warned:  # NCCL's operation under way, which the last rank has not finished
+    ((code, written, logged),) = others
+    if logged:  # NCCL's operation under way, which the last rank has not finished
         assert (backend, how) == ("nccl", "raises")
-        assert warned.count("\n") == 1
-        assert "group 'world' failed while the program ended: " in warned
-        assert "rank 2 " in warned
+        assert logged.count("\n") == 1
+        assert "no call has raised this error, so the program ends with an exit code other than 0: " in logged
+        assert "rank 2 " in logged
+    assert (code, written) == (120 if logged else 0, "")
     if how == "ends":
         assert last == (0, "", "")
         assert first[1].startswith("died [] left [1, 2] rank 2 ")
@@ -104,6 +104,22 @@ def test_a_program_may_end_without_destroying_its_groups(
         assert last[2].endswith("ValueError: enough\n")
         assert first[1].startswith("died [] left [1] rank 2 ")
         assert first[1].rstrip().endswith("ended with ValueError: enough")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_program_whose_last_operation_fails_unheard_ends_with_an_exit_code(
+    backend: str, interpreter: str, tmp_path: Path
+) -> None:
+    """Rank 1 does not call it. Functions that the program has registered for its exit are called."""
+    command = [interpreter, "-W", "error", str(PROGRAM), backend, "late"]
+    init = f"file://{tmp_path}/store"
+    first, second = run(*([*command, str(rank), "2", init] for rank in range(2)))
+    assert first[:2] == (120, "at exit\nat the end\n")
+    assert "no call has raised this error, so the program ends with an exit code other than 0: " in first[2]
+    assert (
+        "all_reduce(float64[4], SUM) #2 on group 'world' timed out after 0.5 s; arrived: rank 0" in first[2]
+    )
+    assert second == (0, "at exit\nat the end\n", "")
 
 
 def test_a_work_that_is_alive_at_the_end_of_the_interpreter_takes_no_lock(interpreter: str) -> None:

@@ -89,7 +89,7 @@ def trials(begun: bool, *arguments: Any) -> tuple[int, int, list[str]]:
 
 
 OPERATIONS = [name for name in jobs.OPERATIONS if name != "recv_object_list"]
-_STARTS: dict[str, Callable[[int], ProcessJob]] = {
+STARTS: dict[str, Callable[[int], ProcessJob]] = {
     "nccl": partial(ranks.SimulatedJob, policy="random"),
     "oneccl": partial(ranks.SimulatedJob, policy="random", kind="xpu", backend=None),
     "staged": partial(
@@ -102,7 +102,7 @@ def run(start: str, names: list[str], goes_on: bool = True, warm: bool = True) -
     every = (_SHARE if warm else _SHARE_OF_FIRST) if is_short() else 1
     points = tried = 0
     wrong: list[str] = []
-    with joined(2, _STARTS[start]) as job:
+    with joined(2, STARTS[start]) as job:
         for name in names:
             job.call(trials, start != "staged", name, goes_on, warm, every, sample_seed())
             results = job.results(jobs.TRIALS_S)
@@ -116,19 +116,19 @@ def run(start: str, names: list[str], goes_on: bool = True, warm: bool = True) -
     assert start == "oneccl" or not left  # it cannot end a communicator that has failed
 
 
-@pytest.mark.parametrize("start", list(_STARTS))
+@pytest.mark.parametrize("start", list(STARTS))
 def test_the_rank_goes_on(start: str) -> None:
     run(start, OPERATIONS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", list(_STARTS))
+@pytest.mark.parametrize("start", list(STARTS))
 def test_the_rank_leaves_the_group(start: str) -> None:
     """An interrupted wait() does not fail the group: after those of messages the other rank waits until its timeout."""
     run(start, [name for name in OPERATIONS if not name.startswith(("i", "batch"))], goes_on=False)
 
 
-@pytest.mark.parametrize("start", list(_STARTS))
+@pytest.mark.parametrize("start", list(STARTS))
 def test_the_first_call_of_a_group(start: str) -> None:
     """It connects the ranks."""
     run(start, ["all_reduce", "irecv"], warm=False)

@@ -117,6 +117,20 @@ def test_members_of_a_bound_group_change(tmp_path: Path) -> None:
         assert job.results() == [[]] * 3
 
 
+@pytest.mark.parametrize("by_unicoll", [False, True], ids=["torch", "unicoll"])
+def test_destroy_raises_the_error_of_the_last_operation(by_unicoll: bool) -> None:
+    with SimulatedJob(2, join="env", modules=["torch"]) as job:
+        job.call(jobs.join, False, _LIMIT_S)
+        job.results()
+        job.call(jobs.connect)
+        job.results()
+        job.call(jobs.last_operation_fails, by_unicoll)
+        (said, left), other = job.results()
+    assert said == "GroupAbortedError: group 'world': the test ends it"
+    assert not left
+    assert other == ("nothing", False)
+
+
 @pytest.mark.slow
 def test_the_gpu_stage_on_the_simulated_device(tmp_path: Path) -> None:
     """All programs of the torch.distributed stage of scripts/gpu_check run; none is skipped."""

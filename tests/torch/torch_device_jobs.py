@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import unicoll
 from tests.gpu.check.plugin_jobs import split_group
+from tests.nccl.nccl_jobs import error_of
 from tests.simulated_nccl import arrays, ranks, torch_tensors
 from tests.simulated_nccl.torch_tensors import captured, full, values
 from tests.support.order import await_true
@@ -56,6 +58,20 @@ def connect() -> None:
     """The first operation of a group that is not bound connects its ranks."""
     dist.all_reduce(full(1, 1.0))
     ranks.simulation().synchronize()
+
+
+def last_operation_fails(by_unicoll: bool) -> tuple[str, bool]:
+    """Rank 1 ends the group while rank 0 is in an operation; destroy's error, and whether there is a group then."""
+    group, store = world().unicoll, dist.distributed_c10d._get_default_store()
+    if me() == 0:
+        dist.all_reduce(full(1, 1.0))
+        store.set("started", "")
+    else:
+        store.wait(["started"])
+        group.abort("the test ends it")
+    await_true(lambda: group.job.control.group_failure(group.name))
+    said = error_of((unicoll if by_unicoll else dist).destroy_process_group)
+    return said, dist.is_initialized() or unicoll.is_initialized()
 
 
 # --- messages -------------------------------------------------------------------------------------------------------

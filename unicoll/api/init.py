@@ -11,7 +11,7 @@ from unicoll.api import world
 from unicoll.api.world import GroupMember
 from unicoll.arrays.torch_tensors import profiler_watch
 from unicoll.arrays.types import default_pg_timeout
-from unicoll.errors import DistArgumentError
+from unicoll.errors import DistArgumentError, DistError
 from unicoll.group.arguments import as_integer
 from unicoll.net.timeouts import Timeout
 
@@ -220,6 +220,8 @@ def destroy_process_group(group: Any = None) -> None:
     Raises:
         NotInitializedError: there is no default group.
         DistArgumentError: the group is not one of this process.
+        DistError: the error with which posted operations of the group have ended, if no call has raised it. The group
+            is destroyed.
     """
     if group is GroupMember.NON_GROUP_MEMBER:
         return
@@ -229,7 +231,10 @@ def destroy_process_group(group: Any = None) -> None:
     if pg is job.default:
         from unicoll.bootstrap.join import leave
 
-        leave(job)
+        try:
+            leave(job)
+        except DistError as e:
+            raise e.with_traceback(None) from e.__cause__  # the frames are those of the teardown
         return
     try:
         job.groups.remove(pg)

@@ -46,7 +46,7 @@ from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend.call import Call, OneSidedCall
 from unicoll.backend.options import CallOptions
-from unicoll.errors import BackendUnavailableError
+from unicoll.errors import BackendUnavailableError, DistError
 
 if TYPE_CHECKING:
     from unicoll.backend.flight_recorder import PendingEntry
@@ -462,6 +462,11 @@ class Backend(ABC):
     def shares_memory(self) -> bool:
         """True if all members exchange host arrays through shared memory; equal on all of them after a collective."""
         return False
+
+    @property
+    def failure(self) -> DistError | None:
+        """The error that calls raise since the group has failed or been closed, else None."""
+        return None
 
     @property
     def sequence(self) -> int:

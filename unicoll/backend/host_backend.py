@@ -18,6 +18,7 @@ from unicoll.backend.blocking_p2p import BlockingP2P, MessagesToSelf
 from unicoll.backend.call import Call
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Context
+from unicoll.backend.delivery import is_delivered
 from unicoll.backend.group_state import TICK_S, GroupState
 from unicoll.backend.observed_backend import MessageQueues, ObservedBackend
 from unicoll.backend.op_queue import Execute, OpQueue
@@ -115,6 +116,10 @@ class HostBackend(ObservedBackend):
         Collectives come one at a time. Sends and receives come at any time, on several threads, unless the backend has
         a :class:`MessageEngine` of its own.
         """
+
+    @property
+    def failure(self) -> DistError | None:
+        return self.state.error
 
     @property
     def sequence(self) -> int:
@@ -309,7 +314,7 @@ class HostBackend(ObservedBackend):
             return
         self.keep_posted()
         self.closed = True
-        context, stuck = self.context, self.stuck
+        context, stuck, failed_before = self.context, self.stuck, self.state.error
         destroyed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
         ended = False
         try:
@@ -327,6 +332,9 @@ class HostBackend(ObservedBackend):
             clean = self._p2p.close()
             self.release(ended and clean, failure)
             self.abort(destroyed)  # a subclass may wake what waits
+        lost = self.queue.lost
+        if failed_before and lost and not (is_delivered(failed_before) or is_delivered(lost)):
+            raise failed_before.with_traceback(None) from failed_before.__cause__
 
     def _unwatch(self) -> None:
         if self.context.job.control is not None:

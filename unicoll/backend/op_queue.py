@@ -20,7 +20,7 @@ from threading import get_ident
 
 from unicoll.backend.call import Call
 from unicoll.backend.work import HostCompletion
-from unicoll.errors import DistError
+from unicoll.errors import DistArgumentError, DistError
 from unicoll.net.interrupts import LazyThread
 from unicoll.net.timeouts import backoff
 
@@ -53,6 +53,7 @@ class OpQueue:
     Attributes:
         sequence: number of the last call accepted, from 1.
         in_background: True while the queue's thread executes a call; False while a waiting thread does.
+        lost: the first error that has ended a posted batch, other than a refusal; None if there is none.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class OpQueue:
     ) -> None:
         self.sequence = 0
         self.in_background = False
+        self.lost: BaseException | None = None
         self._on_failure = on_failure
         self._failure = failure
         self._dead: BaseException | None = None  # what calls raise once the thread has died
@@ -144,7 +146,7 @@ class OpQueue:
             if error is not None:
                 self._drop(completion, error)
                 if late and running is completion:
-                    completion.finish(error)
+                    self._end(completion, error)
 
         return check
 
@@ -155,7 +157,7 @@ class OpQueue:
             for entry in queued:
                 self._queue.remove(entry)
         if queued:
-            completion.finish(error)
+            self._end(completion, error)
 
     def post(self, calls: tuple[Call, ...], execute: Execute, on_thread: bool = False) -> HostCompletion:
         """Execute calls in the background, in order; in a callback of the group's own work as :meth:`run` does.
@@ -165,7 +167,7 @@ class OpQueue:
         completion = HostCompletion(calls)
         if self._server == get_ident():
             self._nest(calls)
-            completion.finish(_attempt(calls, execute))
+            self._end(completion, _attempt(calls, execute))
             return completion
         completion.before_wait = self._await_turn if on_thread else self._wait_here
         with self._lock:
@@ -211,7 +213,7 @@ class OpQueue:
             if mine and not completion.done():
                 error = self._fail(e)
                 self.abandon(error)
-                completion.finish(error)
+                self._end(completion, error)
             if not isinstance(e, Exception):
                 raise
         finally:
@@ -225,6 +227,12 @@ class OpQueue:
                 finally:
                     with self._lock:
                         self._waiters_executing -= 1
+
+    def _end(self, completion: HostCompletion, error: BaseException | None) -> None:
+        """End a batch."""
+        if error is not None and self.lost is None and not isinstance(error, DistArgumentError):
+            self.lost = error
+        completion.finish(error)
 
     def withdraw(self, call: Call) -> bool:
         """Take back the number of the call that is being executed, of which nothing was sent.
@@ -246,7 +254,7 @@ class OpQueue:
             if self._running is not None:
                 waiting.insert(0, self._running)
         for completion in waiting:
-            completion.finish(error)
+            self._end(completion, error)
 
     def close(self, timeout: float) -> bool:
         """End the thread after what was posted; returns True if it has ended within ``timeout`` seconds.
@@ -371,7 +379,7 @@ class OpQueue:
         completion.begin()
         error = _attempt(completion.calls, execute)
         self._running = None
-        completion.finish(error)
+        self._end(completion, error)
         self._server = 0
 
 

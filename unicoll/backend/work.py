@@ -13,6 +13,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from unicoll.backend import flight_recorder
+from unicoll.backend.delivery import mark_delivered
 from unicoll.backend.thread_activity import NotBlocked, entered, entries
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistError, OperationTimeoutError
 from unicoll.net.timeouts import Timeout, to_seconds
@@ -273,17 +274,25 @@ class Work:
             DistError: the operation's error.
         """
         self._waited = True
-        if timeout is None:
-            self._completion.wait(None)
-        else:
-            with entered(NotBlocked()):
-                self._completion.wait(to_seconds(timeout) or None)
+        try:
+            if timeout is None:
+                self._completion.wait(None)
+            else:
+                with entered(NotBlocked()):
+                    self._completion.wait(to_seconds(timeout) or None)
+        except BaseException as e:
+            mark_delivered(e)
+            raise
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:
         """Block the host until the operation is done on the device too; raises as :meth:`wait`."""
         self._waited = True
-        self._completion.synchronize(to_seconds(timeout) or None)
+        try:
+            self._completion.synchronize(to_seconds(timeout) or None)
+        except BaseException as e:
+            mark_delivered(e)
+            raise
 
     def is_completed(self) -> bool:
         """True if the operation has ended, with or without an error; never blocks."""
@@ -291,11 +300,13 @@ class Work:
 
     def is_success(self) -> bool:
         """True if the operation has ended without an error."""
-        return self._completion.done() and self._completion.exception() is None
+        return self._completion.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
         """The operation's error, or None while it runs and after success."""
-        return self._completion.exception()
+        error = self._completion.exception()
+        mark_delivered(error)
+        return error
 
     def source_rank(self) -> int:
         """For a receive: the sender's rank in the group."""
@@ -365,7 +376,7 @@ class Work:
 
     def _result_number(self) -> int:
         kinds = ((type(None), 0), (OperationTimeoutError, 1), (DistError, 2), (BaseException, 100))
-        error = self._completion.exception()
+        error = self.exception()
         return next(number for kind, number in kinds if isinstance(error, kind))
 
     def block_current_stream(self) -> None:
@@ -390,7 +401,8 @@ class Work:
         return asyncio.wrap_future(python_future(self, self._outputs())).__await__()
 
     def __repr__(self) -> str:
-        state = "done" if self.is_success() else "failed" if self.is_completed() else "running"
+        failed = self._completion.exception() is not None
+        state = "failed" if failed else "done" if self.is_completed() else "running"
         return f"<Work {', '.join(c.describe() for c in self._calls)}: {state}>"
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

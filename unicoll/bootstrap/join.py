@@ -6,12 +6,15 @@ import atexit
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
+from typing import Any
 
 from unicoll.backend.contract import Job
+from unicoll.backend.delivery import mark_delivered
 from unicoll.backend.wait_monitor import WaitMonitor
 from unicoll.bootstrap import enclosing_jobs, fake_job, mpi_launch
 from unicoll.bootstrap.flight_dump import FlightDumper
@@ -210,6 +213,9 @@ def leave(job: Job, error: BaseException | None = None) -> None:
 
     Args:
         error: the exception that has ended the program, or SystemExit; None if the program goes on.
+
+    Raises:
+        DistError: of a group that has failed, if no call has raised it.
     """
     job.error = job.error or error
     if job in _joined:
@@ -224,10 +230,10 @@ def leave(job: Job, error: BaseException | None = None) -> None:
         for group in groups:
             cleanup.callback(group.close)
         if error is not None and not isinstance(error, SystemExit):
+            ended = DistError(f"this process ended with {type(error).__name__}: {error}")
+            mark_delivered(ended)
             for group in groups:
-                group.abort_on_this_rank(  # pending operations must not block the exit
-                    DistError(f"this process ended with {type(error).__name__}: {error}")
-                )
+                group.abort_on_this_rank(ended)  # pending operations must not block the exit
 
 
 def end_group(job: Job, group: ProcessGroup, reason: str) -> None:
@@ -237,7 +243,7 @@ def end_group(job: Job, group: ProcessGroup, reason: str) -> None:
         died = [rank for rank in control.died if rank in group.ranks]
         group.abort(f"{control.departed[died[0]]}; {reason}" if died else reason)
     job.groups.remove(group)
-    group.close()
+    group.close(knows_failure=True)
 
 
 def _remove_keys(job: Job) -> None:
@@ -307,9 +313,36 @@ def _register_exit_handler() -> None:
 
 
 def _leave_all() -> None:
-    with ExitStack() as leaving:  # an exception in one does not keep the others open; the newest is first
-        for job in [*_joined]:
-            leaving.callback(leave, job, _exit_cause)
+    try:
+        with ExitStack() as leaving:  # an exception in one does not keep the others open; the newest is first
+            for job in [*_joined]:
+                leaving.callback(leave, job, _exit_cause)
+    except DistError as error:
+        log.error(
+            "no call has raised this error, so the program ends with an exit code other than 0: %s", error
+        )
+        if isinstance(_exit_cause, SystemExit):
+            sys.stderr = _FailingAtEnd(sys.stderr)
+
+
+class _FailingAtEnd:
+    """Standard error for a program that has come to its end, but has failed.
+
+    An exception in a function that is called at exit does not change the exit code, and ``os._exit`` would leave out
+    what other libraries do at exit. But the interpreter ends with exit code 120 if it cannot flush the standard streams
+    (documented with ``sys.exit``).
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():  # after the functions that are called at exit, which may write, too
+            raise OSError("the program has failed")
 
 
 def _forget_all() -> None:

@@ -39,7 +39,7 @@ from unicoll.device_collectives.operations import OPERATIONS, batch, check_algor
 from unicoll.device_collectives.stream_completion import StreamCompletion
 from unicoll.device_collectives.stream_order import other_streams
 from unicoll.device_collectives.supervision import Supervision
-from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.net import logs
 
 _SENDS_AND_RECEIVES = frozenset(("send", "recv"))
@@ -450,6 +450,10 @@ class DeviceBackend(Backend):
         self.supervision.close()
 
     # --- description ----------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> DistError | None:
+        return self._state.error
 
     @property
     def sequence(self) -> int:

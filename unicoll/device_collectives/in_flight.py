@@ -15,6 +15,7 @@ from unicoll.backend import Call, flight_recorder
 from unicoll.backend.flight_recorder import PendingEntry
 from unicoll.backend.group_state import GroupState
 from unicoll.device_collectives.stream_order import StreamOrder
+from unicoll.errors import DistError
 
 _FINISH_LOCK = threading.RLock()
 """Held for a moment while an operation ends or gets a callback. Reentrant: the garbage collector may run in between and
@@ -189,6 +190,7 @@ class InFlight:
             their arrays are kept here then, since the device may use them.
         last: the last operation posted, or None.
         recorded: True if graphs have operations of the group.
+        lost: the operations that the group's failure has stopped, for messages; "" if none.
     """
 
     def __init__(
@@ -205,6 +207,7 @@ class InFlight:
         self.begun: tuple[Call, ...] = ()
         self.last: PendingWork | None = None
         self.recorded = False
+        self.lost = ""
         self.streams = streams
         self.sweep_often = sweep_often
         self._runtime = runtime
@@ -357,6 +360,21 @@ class InFlight:
         deadlines = [work.deadline for work in list(self.operations)]
         deadlines += [deadline for _, deadline, _ in list(self._retained)]
         return max([*deadlines, issuing[1] if issuing is not None else 0.0])
+
+    def fail(self, cause: BaseException) -> list[PendingWork]:
+        """The group has failed, and nothing has been stopped yet: return the operations, which get the error.
+
+        Only those that the device has not done are lost. An error of the device, too, leaves that unknown.
+        """
+        operations = list(self.operations)
+        try:
+            lost = not all(map(self._has_ended, operations))
+        except DistError:
+            lost = True
+        self.lost = self.describe() if lost else "operations in graphs" if self.recorded else ""
+        for work in operations:
+            work.error = cause
+        return operations
 
     def describe(self) -> str:
         """The operations in flight, for messages."""

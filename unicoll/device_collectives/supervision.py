@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from unicoll.backend import Call, operation_errors
+from unicoll.backend.delivery import is_delivered
 from unicoll.backend.group_state import GroupState
 from unicoll.device_collectives.communicators.teardown import END_S
 from unicoll.device_collectives.group_resources import GroupResources
@@ -31,6 +32,9 @@ from unicoll.net.interrupts import Flag
 
 _WARNING_S = 20.0
 """How long :meth:`Supervision.close` waits for operations in flight before it logs a warning."""
+_UNHEARD_S = 1.0
+"""How long after a failure it is logged if no call has raised it; a thread that waits for an operation raises it at
+once."""
 _abandoned: list[tuple[Call, ...]] = []
 """Calls that a library could not stop: the device may use their arrays until the process ends."""
 
@@ -54,6 +58,7 @@ class Supervision:
         self._lock = lock
         self._log = logs.logger(context.backend)
         self._resources: GroupResources | None = None
+        self._log_at: float | None = None  # when the failure is logged unless a call has raised it
         self._aborted = Flag()  # set when a failed group has been stopped, or cannot fail any more
         state.add_listener(self._start_abort)
         if context.job.control is not None:
@@ -94,7 +99,21 @@ class Supervision:
                 self._check_communicator(resources, now)
         except DistError as e:
             self._state.announce(e)
+        if self._log_at is not None and now >= self._log_at:
+            self._log_at = None
+            self._log_failure(resources.in_flight.lost)
         return resources.in_flight.has_callbacks
+
+    def _log_failure(self, lost: str) -> None:
+        """Log the error with which the group has failed if no call has raised it."""
+        error = self._state.error
+        if error is not None and not is_delivered(error):
+            self._log.error(
+                "group %r has failed, and the results of %s are undefined: %s",
+                self._context.name,
+                lost,
+                error,
+            )
 
     def sweep_failed(self, cause: BaseException) -> None:
         """Fail the group because a sweep raised: without sweeps no operation ends. On the watchdog's thread."""
@@ -188,9 +207,9 @@ class Supervision:
 
     def _abort(self, resources: GroupResources, cause: DistError) -> None:
         """Stop the device's work, and only then release the arrays."""
-        operations = list(resources.in_flight.operations)
-        for work in operations:
-            work.error = cause
+        operations = resources.in_flight.fail(cause)
+        if resources.in_flight.lost:
+            self._log_at = time.monotonic() + _UNHEARD_S
         if not resources.comm.stop(self._lock):
             _abandoned.extend(work.calls for work in operations)
             _abandoned.append(resources.in_flight.begun)
@@ -222,8 +241,8 @@ class Supervision:
         """Wait for what is in flight, and end the communicator; idempotent.
 
         Raises:
-            DistError: the group failed while this waited, at an operation's deadline for example; at the end of the
-                program a warning is logged instead.
+            DistError: the group failed while this waited, at an operation's deadline for example; or it had failed
+                with operations in flight, and no call has raised the error.
         """
         state, context, resources = self._state, self._context, self._resources
         if state.closed:
@@ -246,12 +265,9 @@ class Supervision:
         resources.memory.close(ended)
         if ended:  # else the device may still use them
             resources.release()
-        if failed is None or failed_before is not None:
-            return
-        if context.job.exiting:
-            self._log.warning("group %r failed while the program ended: %s", context.name, failed)
-            return
-        raise failed.with_traceback(None) from None
+        heard = failed_before is not None and (is_delivered(failed_before) or not resources.in_flight.lost)
+        if failed is not None and not heard:
+            raise failed.with_traceback(None) from None
 
     def _drain(self, in_flight: InFlight) -> None:
         """Wait until nothing is in flight or the group has failed; the watchdog fails it at an operation's deadline."""

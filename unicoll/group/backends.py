@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
+from unicoll.backend.delivery import is_delivered, mark_delivered
 from unicoll.backend.interrupts import leaves_doubt
 from unicoll.backend.operation_errors import announce, member_failed_error
 from unicoll.backend.options import compression_of, wants_exact_sums, wants_order
@@ -66,6 +67,7 @@ class GroupBackends:
         self._by_class: dict[type[Backend], Backend] = {}
         self._by_device: dict[str, Backend] = {}
         self._staged: dict[str, Staged] = {}
+        self._failure_delivered = False
         self._call_checks: CallChecks | None = None
         self.check_compression("pg_options", compression_of(context.options))
         self._compare_calls = get_debug_level() is DebugLevel.DETAIL
@@ -254,13 +256,28 @@ class GroupBackends:
 
     def fail(self, error: DistError) -> None:
         """End the group with an error, on all members."""
+        mark_delivered(error)  # it comes from the program, or is raised to it
         self.abort(announce(self._context, error))
+        self.failure_delivered()
+
+    def failure_delivered(self) -> None:
+        """The program knows that the group has failed: :meth:`close` does not raise the error."""
+        self._failure_delivered = True
+        for error in self._failures():
+            mark_delivered(error)
+
+    def _failures(self) -> list[DistError]:
+        """The error of each backend that has failed: each has an object of its own."""
+        return [error for backend in self.all if (error := backend.failure) is not None]
 
     def interrupted(self, cause: BaseException, operation: str) -> None:
         """End the group on all members if ``cause``, which ends a call of it, leaves its state unknown.
 
         The other ranks may be in the call, and would else take this rank's next one for it.
         """
+        mark_delivered(cause)
+        if isinstance(cause, DistError) and not isinstance(cause, DistArgumentError):
+            self.failure_delivered()  # it can be another rank's error
         if not leaves_doubt(cause) or self.closed:
             return
         error = member_failed_error(self._context, f"calling {operation} on", cause)
@@ -268,6 +285,7 @@ class GroupBackends:
             error = announce(self._context, error)
         finally:  # a second interrupt may end the wait for the first error of the group
             self.abort(error)
+            self.failure_delivered()  # the program gets the cause
 
     def abort(self, error: Exception) -> None:
         """End the group with an error, on this rank."""
@@ -282,11 +300,19 @@ class GroupBackends:
             for staged in self._staged.values():
                 closing.callback(staged.close)
             for backend in reversed(self._by_class.values()):
-                closing.callback(backend.close)
+                closing.callback(self._close, backend)
             if self._call_checks is not None:
                 closing.callback(self._call_checks.close)
             if self.wrapper is not None:
                 closing.callback(self.wrapper.close)
+
+    def _close(self, backend: Backend) -> None:
+        known = any(map(is_delivered, self._failures()))
+        try:
+            backend.close()
+        except DistError:
+            if not (known or self._failure_delivered):
+                raise
 
 
 def _serves(backend: Backend, name: str) -> bool:

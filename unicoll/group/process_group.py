@@ -518,8 +518,8 @@ class ProcessGroup:
     def interrupted(self, error: BaseException) -> None:
         """Fail the group on all members if an exception ends a call of it whose state is then not known.
 
-        Called by the function of the call, in its handler of the exception. Refusals, and errors that the group has
-        raised, are none of these (:mod:`unicoll.backend.interrupts`).
+        Called by the function of the call, in its handler of any exception. Refusals, and errors that the group has
+        raised, do not fail it (:mod:`unicoll.backend.interrupts`); the latter are known to the program then.
         """
         traceback = error.__traceback__
         name = traceback.tb_frame.f_code.co_name if traceback is not None else "a call"
@@ -533,8 +533,17 @@ class ProcessGroup:
         """Refuse later calls, in a forked child, which is not a member."""
         self._dispatcher.refuse(_FORKED)
 
-    def close(self) -> None:
-        """Finish pending operations, within bounds, and release everything; idempotent."""
+    def close(self, knows_failure: bool = False) -> None:
+        """Finish pending operations, within bounds, and release everything; idempotent.
+
+        Args:
+            knows_failure: the program knows that the group has failed.
+
+        Raises:
+            DistError: the error with which operations have ended that had been posted, if no call has raised it.
+        """
+        if knows_failure:
+            self._backends.failure_delivered()
         if not self._backends.closed:
             log.info("destroying group %r", self.name)
         self._dispatcher.close()

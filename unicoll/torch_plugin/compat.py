@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from unicoll.errors import DistError
 from unicoll.net import logs
 from unicoll.torch_autoload import caller
 
@@ -148,15 +150,45 @@ def compile_not(code: CodeType) -> None:
 
 
 def replace(name: str, made: Callable[[Any], Any]) -> None:
-    """Replace a function of torch.distributed, where this version has it, by ``made(function)``, once."""
+    """Replace a function of torch.distributed, where this version has it, by ``made(function)``, once per ``made``."""
     torchs = getattr(c10d, name, None)
-    if torchs is None or getattr(torchs, "dispatches_unicoll", False):
+    makers = getattr(torchs, "dispatches_unicoll", ())
+    if torchs is None or made.__qualname__ in makers:
         return
     function: Any = functools.wraps(torchs)(made(torchs))
-    function.dispatches_unicoll = True
+    function.dispatches_unicoll = (*makers, made.__qualname__)
     setattr(c10d, name, function)
     if getattr(dist, name, None) is torchs:
         setattr(dist, name, function)
+
+
+_ended: ContextVar[list[DistError] | None] = ContextVar("_ended", default=None)
+"""In a call of ``destroy_process_group``: the errors of the groups that it has shut down so far."""
+
+
+def raised_by_destroy(error: DistError) -> bool:
+    """True if ``destroy_process_group`` shuts a group down; it raises the error once torch has removed the group.
+
+    An exception within torch's function would leave torch with a default group that cannot be used.
+    """
+    errors = _ended.get()
+    if errors is not None:
+        errors.append(error)
+    return errors is not None
+
+
+def _destroy(torchs: Any) -> Any:
+    def destroy_process_group(group: Any = None) -> None:
+        errors: list[DistError] = []
+        token = _ended.set(errors)
+        try:
+            torchs(group)
+        finally:
+            _ended.reset(token)
+        if errors:
+            raise errors[0].with_traceback(None) from errors[0].__cause__
+
+    return destroy_process_group
 
 
 def dispatch(cls: type[Any]) -> None:
@@ -167,7 +199,8 @@ def dispatch(cls: type[Any]) -> None:
       CPU backend. Each would then be a separate NCCL operation that waits for the previous one.
     * ``new_group`` splits groups by their C++ backends. It calls ``_get_split_source`` on all processes; those outside
       the new group take part in the split there.
-    * ``destroy_process_group`` and ``abort`` end groups of some backends only, in some versions.
+    * ``destroy_process_group`` and ``abort`` end groups of some backends only, in some versions. The former raises what
+      ``shutdown`` of a group raises once it has removed the groups.
     * torch's flight recorder (2.15 and newer) cannot be attached. Its hooks run in the C++ dispatch to a C++ backend,
       and a process group in Python has neither. torch skips such groups itself, but only those without devices.
     """
@@ -207,6 +240,7 @@ def dispatch(cls: type[Any]) -> None:
     replace("monitored_barrier", barrier)
     replace("batch_isend_irecv", batch)
     replace("_get_split_source", calling(lambda pg: pg.skip_split()))
+    replace("destroy_process_group", _destroy)
     replace("_shutdown_backend", calling(lambda pg: pg.shutdown()))
     replace("_abort_backend", calling(lambda pg: pg.abort()))
     replace("_maybe_attach_flight_recorder", calling(lambda pg: None))

@@ -22,7 +22,14 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.net.timeouts import Timeout, to_seconds
 from unicoll.torch_autoload import caller
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
-from unicoll.torch_plugin.compat import OLD_NAMES, is_awaited, is_profiling, requested_group, timeout_or_none
+from unicoll.torch_plugin.compat import (
+    OLD_NAMES,
+    is_awaited,
+    is_profiling,
+    raised_by_destroy,
+    requested_group,
+    timeout_or_none,
+)
 from unicoll.torch_plugin.error_messages import adapt_for_torch, raise_monitored
 from unicoll.torch_plugin.method_table import ROWS, Row, one, reduction
 from unicoll.torch_plugin.sparse import sparse_all_reduce
@@ -353,13 +360,22 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Complete started operations, up to a time limit, and release all resources.
 
         The default group leaves the job, and closes all other groups in it; without it the last group does.
+
+        Raises:
+            DistError: the error with which operations have ended, if no call has raised it; torch's
+                ``destroy_process_group`` raises it when the groups are removed.
         """
         if not self._closed:
             self._closed = True
-            self._release()
-            self.unicoll.wrapper = None
-            self._works.clear()
-            self._store = None
+            try:
+                self._release()
+            except DistError as error:
+                if not raised_by_destroy(error):
+                    raise
+            finally:
+                self.unicoll.wrapper = None
+                self._works.clear()
+                self._store = None
 
     def _release(self) -> None:
         self.job.remove(self.unicoll)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unicoll.backend.delivery import mark_delivered
 from unicoll.backend.futures import torch_future
 from unicoll.backend.work import Completion
 from unicoll.backend.work import Work as Handle
@@ -49,6 +50,7 @@ class TorchWork(dist.Work):  # type: ignore[misc]
             self._handle.wait(timeout)
             self._registry.waited(self._key)
         except DistError as error:
+            mark_delivered(error)
             adapt_for_torch(error)
             raise error
         except BaseException as error:
@@ -69,7 +71,9 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         return self._handle.is_success()
 
     def exception(self) -> BaseException | None:
-        return self._handle.exception()
+        error = self._handle.exception()
+        mark_delivered(error)
+        return error
 
     def result(self) -> list[Any]:
         return self._outputs
@@ -82,8 +86,12 @@ class TorchWork(dist.Work):  # type: ignore[misc]
     def release_tensors(self) -> None:
         """Drop the references to the tensors; keep the operation's state."""
         handle = self._handle
-        completion = None if handle.is_completed() else handle.completion
-        self._handle = ReleasedHandle(completion, handle.exception(), handle.source_rank())
+        if isinstance(handle, Handle):
+            completion = handle.completion
+            ended = completion.done()
+            self._handle = ReleasedHandle(
+                None if ended else completion, completion.exception(), handle.source_rank()
+            )
         self._outputs = []
         self.released = True
 
