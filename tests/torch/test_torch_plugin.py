@@ -84,6 +84,21 @@ def test_one_call_destroys_the_groups_of_both(by_unicoll: bool, tmp_path: Path) 
     assert len(list(tmp_path.glob("metrics_?.prom"))) == 2
 
 
+def test_gradients_of_gathers(run: Run) -> None:
+    run(jobs.gradients_of_gathers)
+
+
+def test_timeouts_that_torch_sets() -> None:
+    with ProcessJob(2, join="env", modules=["torch"]) as job:
+        job.call(jobs.join, "unicoll-gloo")
+        job.results()
+        job.call(jobs.timeouts)
+        found, _ = job.results()
+        ended(job)
+    for error in found:
+        assert "after 0.4 s" in error
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_ranks_join_again_at_once(late: int) -> None:
     """They do not use the store of the job before, which rank 0 is about to end; a client of torch may log its end."""

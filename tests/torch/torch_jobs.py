@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +65,50 @@ def join_again(rounds: int, late: int) -> None:
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [size()] * 2
+
+
+def timeouts() -> tuple[str, str]:
+    """Errors of calls that rank 0 alone makes, with the group's timeout as set by torch's functions."""
+    both = [dist.new_group(), dist.new_group()]
+    c10d = dist.distributed_c10d
+    for group in both:
+        dist.all_reduce(torch.ones(1), group=group)
+        c10d._set_pg_timeout(timedelta(seconds=0.4), group)
+    c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=60))
+    x = torch.ones(1)
+    time.sleep(1.0 * me())
+    for group in both:  # one asynchronous call, one blocking call, within the longer timeout
+        work = dist.all_reduce(x, group=group, async_op=group is both[0])
+        if work is not None:
+            work.wait()
+    assert x.tolist() == [4.0]
+    found = [_failure_of(dist.all_reduce, x, group) if me() == 0 else "" for group in both]
+    dist.barrier()
+    return found[0], found[1]
+
+
+def _failure_of(call: Callable[..., Any], x: torch.Tensor, group: Any) -> str:
+    try:
+        call(x, group=group)
+    except unicoll.OperationTimeoutError as error:
+        return str(error)
+    return ""
+
+
+def gradients_of_gathers() -> None:
+    """A rank's gradient is the sum over the ranks of those of its part; reduce_scatter makes it."""
+    from torch.distributed.nn import functional
+
+    weights = [torch.arange(2.0 * size()) + 10 * rank for rank in range(size())]
+    expected = sum(weights)[2 * me() : 2 * me() + 2].tolist()  # type: ignore[index]
+    with mock.patch.object(type(dist.group.WORLD), "alltoall", None):
+        x = torch.ones(2, requires_grad=True)
+        (torch.cat(functional.all_gather(x)) * weights[me()]).sum().backward()
+        assert x.grad.tolist() == expected
+        x = torch.ones(2, requires_grad=True)
+        gathered = functional._all_gather_base(torch.zeros(2 * size()), x)
+        (gathered * weights[me()]).sum().backward()
+        assert x.grad.tolist() == expected
 
 
 def me() -> int:

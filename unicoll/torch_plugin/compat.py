@@ -162,6 +162,35 @@ def replace(name: str, made: Callable[[Any], Any]) -> None:
         setattr(dist, name, function)
 
 
+def _replace_gradients(cls: type[Any]) -> None:
+    """Have the gradients of gathers use reduce_scatter for groups of ``cls``, as those of NCCL do.
+
+    torch decides by the backend's name: by others that of ``_all_gather_base`` is refused, and that of ``all_gather``
+    is an all_to_all with ``size`` times the memory.
+    """
+    from torch.distributed.nn import functional
+
+    both, single = functional._AllGather, functional._AllGatherBase
+    torchs_both, torchs_single = both.backward, single.backward
+    if torchs_both.__module__ == __name__:
+        return
+
+    def gathered(ctx: Any, *gradients: Any) -> Any:
+        if not isinstance(ctx.group or c10d.GroupMember.WORLD, cls):
+            return torchs_both(ctx, *gradients)
+        mine = torch.empty_like(gradients[dist.get_rank(ctx.group)])
+        return None, functional._Reduce_Scatter.apply(dist.ReduceOp.SUM, ctx.group, mine, *gradients)
+
+    def gathered_into_tensor(ctx: Any, gradient: Any) -> Any:
+        if not isinstance(ctx.group or c10d.GroupMember.WORLD, cls):
+            return torchs_single(ctx, gradient)
+        mine = gradient.new_empty(gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(mine, gradient.contiguous(), group=ctx.group)
+        return None, mine, None
+
+    both.backward, single.backward = staticmethod(gathered), staticmethod(gathered_into_tensor)
+
+
 _ended: ContextVar[list[DistError] | None] = ContextVar("_ended", default=None)
 """In a call of ``destroy_process_group``: the errors of the groups that it has shut down so far."""
 
@@ -201,6 +230,8 @@ def dispatch(cls: type[Any]) -> None:
       the new group take part in the split there.
     * ``destroy_process_group`` and ``abort`` end groups of some backends only, in some versions. The former raises what
       ``shutdown`` of a group raises once it has removed the groups.
+    * ``_set_pg_timeout`` and ``_add_ephemeral_timeout_for_all_pgs`` set timeouts of torch's own classes only.
+    * The gradients of gathers in ``torch.distributed.nn.functional`` use reduce_scatter over NCCL and XCCL only.
     * torch's flight recorder (2.15 and newer) cannot be attached. Its hooks run in the C++ dispatch to a C++ backend,
       and a process group in Python has neither. torch skips such groups itself, but only those without devices.
     """
@@ -237,6 +268,28 @@ def dispatch(cls: type[Any]) -> None:
             lambda pg, *args, **options: method(pg) if isinstance(pg, cls) else torchs(pg, *args, **options)
         )
 
+    def set_timeout(torchs: Any) -> Any:
+        def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+            pg = c10d.GroupMember.WORLD if group is None else group
+            if isinstance(pg, cls):
+                pg._set_default_timeout(timeout)
+            else:
+                torchs(timeout, group)
+
+        return _set_pg_timeout
+
+    def extend_timeouts(torchs: Any) -> Any:
+        def _add_ephemeral_timeout_for_all_pgs(timeout: timedelta) -> None:
+            torchs(timeout)
+            for pg in [*c10d._world.pg_map]:
+                if isinstance(pg, cls):
+                    pg._add_ephemeral_timeout(timeout)
+
+        return _add_ephemeral_timeout_for_all_pgs
+
+    replace("_set_pg_timeout", set_timeout)
+    replace("_add_ephemeral_timeout_for_all_pgs", extend_timeouts)
+    _replace_gradients(cls)
     replace("monitored_barrier", barrier)
     replace("batch_isend_irecv", batch)
     replace("_get_split_source", calling(lambda pg: pg.skip_split()))

@@ -96,7 +96,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._names = [name, desc]
         self._store = store
         self._closed = False
-        self._timeout: timedelta | None = None  # the default timeout, if set_timeout was called
+        self._default_timeout: timedelta | None = None  # if set_timeout was called
+        self._extension = self._new_extension = timedelta(0)
         self.options = None
         self.backend_spec: str | None = None
 
@@ -157,9 +158,30 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         pass
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        self._default_timeout = timeout
 
     _set_default_timeout = set_timeout
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Extend the default timeout, until the first collective from now on has ended."""
+        self._extension += timeout
+        self._new_extension += timeout
+
+    @property
+    def _timeout(self) -> timedelta | None:
+        """The default timeout of operations; None for that of the unicoll group."""
+        if not self._extension:
+            return self._default_timeout
+        return (self._default_timeout or timedelta(seconds=self.unicoll.timeout)) + self._extension
+
+    def _take_extension(self) -> Callable[[], None] | None:
+        """What to call at the end of the collective that is about to start; None if it does not end an extension."""
+        mine, self._new_extension = self._new_extension, timedelta(0)
+
+        def end() -> None:
+            self._extension -= mine
+
+        return end if mine else None
 
     # --- memory --------------------------------------------------------------------------------------------------
 
@@ -452,10 +474,15 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
     def start(self: TorchProcessGroup, arguments: tuple[Any, ...], opts: Any) -> Any:
         method = getattr(self.unicoll, unicoll_method)
         timeout = timeout_or_none(opts.timeout) or self._timeout
+        ended = self._take_extension() if self._new_extension else None
         if getattr(opts, "asyncOp", True) or self._coalescing is not None:
             handle = method(*convert(opts, *arguments), async_op=True, timeout=timeout)
+            if ended is not None:
+                handle.add_done_callback(ended)
             return self._register(handle, outputs(*arguments))
         method(*convert(opts, *arguments), timeout=timeout)
+        if ended is not None:
+            ended()
         return DONE
 
     run.__name__ = name
