@@ -425,6 +425,31 @@ def compiled() -> None:
     alike([torch.compile(in_place)(x)], [in_place(x)])
 
 
+def compiled_with_graph_breaks() -> None:
+    """Compiled data parallel and sharded training; asynchronous calls and messages in a compiled function."""
+    from torch.distributed.fsdp import fully_shard
+
+    expected = alone(net())
+    alike(train(torch.compile(DDP(net()), backend="eager")).parameters(), expected.parameters())
+    model = fully_shard(net())
+    train(torch.compile(model, backend="eager"))
+    alike([p.full_tensor() for p in model.parameters()], expected.parameters())
+
+    @torch.compile(backend="eager")
+    def waited(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y, async_op=True).wait()
+        ops = [dist.P2POp(dist.isend, y, (me() + 1) % size()), dist.P2POp(dist.irecv, x, (me() - 1) % size())]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        dist.barrier()
+        return x + y
+
+    for step in range(3):
+        total = 2.0 * sum(range(step, step + size()))
+        alike([waited(torch.full((3,), float(me() + step)))], [torch.full((3,), 2 * total)])
+
+
 def profiled() -> dict[str, int]:
     from torch.profiler import ProfilerActivity, profile
 
@@ -454,4 +479,5 @@ JOBS: tuple[Callable[[], Any], ...] = (
     checkpoints,
     pipeline,
     functional,
+    compiled_with_graph_breaks,
 )

@@ -149,6 +149,25 @@ def compile_not(code: CodeType) -> None:
             dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
 
 
+def inline_not(function: Any) -> None:
+    """Have torch.compile neither compile a function and what it calls nor inline it.
+
+    Behind a graph break torch.compile compiles every function that the program calls. It refuses those that use a
+    process group, whose attributes it does not know, with an internal error. The attribute is that of
+    ``torch.compiler.disable``, which would import all of ``torch._dynamo``.
+    """
+    compile_not(function.__code__)
+    function._torchdynamo_disable = True
+
+
+def inline_no_methods(cls: type[Any]) -> None:
+    """:func:`inline_not` for all methods and properties of a class."""
+    for member in vars(cls).values():
+        function = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(function):
+            inline_not(function)
+
+
 def replace(name: str, made: Callable[[Any], Any]) -> None:
     """Replace a function of torch.distributed, where this version has it, by ``made(function)``, once per ``made``."""
     torchs = getattr(c10d, name, None)
@@ -156,6 +175,7 @@ def replace(name: str, made: Callable[[Any], Any]) -> None:
     if torchs is None or made.__qualname__ in makers:
         return
     function: Any = functools.wraps(torchs)(made(torchs))
+    inline_not(function)
     function.dispatches_unicoll = (*makers, made.__qualname__)
     setattr(c10d, name, function)
     if getattr(dist, name, None) is torchs:

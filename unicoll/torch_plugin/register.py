@@ -17,9 +17,10 @@ from unicoll.torch_autoload import BACKENDS
 from unicoll.torch_plugin import compat, functional, rendezvous
 from unicoll.torch_plugin.backend_names import MPI, spec_of
 from unicoll.torch_plugin.error_messages import adapt_for_torch
-from unicoll.torch_plugin.group import TorchProcessGroup
+from unicoll.torch_plugin.group import CoalescedWork, TorchProcessGroup
 from unicoll.torch_plugin.reconfigurable_group import ReconfigurableGroup
 from unicoll.torch_plugin.torch_job import join_torch_job
+from unicoll.torch_plugin.work import CompletedWork, TorchWork
 from unicoll.torch_plugin.wrapped_group import WrappedProcessGroup
 
 
@@ -33,6 +34,15 @@ def register() -> None:
         else:  # torch_autoload's, of which errors would have a frame
             plugins[name.upper()] = known._replace(creator_fn=_factory(name))
     compat.dispatch(TorchProcessGroup)
+    for cls in (
+        TorchProcessGroup,
+        ReconfigurableGroup,
+        WrappedProcessGroup,
+        TorchWork,
+        CoalescedWork,
+        CompletedWork,
+    ):
+        compat.inline_no_methods(cls)
     functional.register()
     rendezvous.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
 
