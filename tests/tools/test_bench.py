@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -772,3 +773,35 @@ def test_operations_missing_in_bare_nccl_are_reported() -> None:
     printed = on_device("all_to_all")
     assert "all_to_all is not measured with bare NCCL" in printed
     assert len(rows(printed)) == 2, printed
+
+
+# --- committed results -----------------------------------------------------------------------------------------------
+
+OF_THE_NAME = {
+    "shm": {"gloo": "over shared memory"},
+    "symmetric": {"gloo-symmetric": "arrays in symmetric memory"},
+    "tcp": {"gloo": "over sockets"},
+    "torch": {"torch-unicoll-gloo": "unicoll-gloo: "},
+    "one_host": {"gloo": "over shared memory"},
+    "mpich": {"mpi4py": "MPICH"},
+    "openmpi": {"mpi4py": "Open MPI"},
+    "intelmpi": {"mpi4py": r"Intel\(R\) MPI"},
+}
+"""By a word of a file's name: contenders that must have run, and part of what they say that they ran over."""
+RESULTS = [path for path in sorted((ROOT / "benchmarks").glob("*.json")) if "_perf" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_results_are_of_what_their_names_say(path: Path) -> None:
+    found = json.loads(path.read_text())
+    ran_over = {name: each["transport"] for name, each in found["contenders"].items()}
+    words = [word for word in OF_THE_NAME if f"_{word}_" in f"_{path.stem}_"]
+    for word in words:
+        for name, text in OF_THE_NAME[word].items():
+            assert re.search(text, ran_over[name]), (word, ran_over)
+    if "tcp" not in words:
+        assert not any("over sockets" in text for text in ran_over.values())
+    (ranks,) = re.findall(r"_(\d)ranks", path.stem)
+    assert found["ranks"] == int(ranks)
+    types = {"bfloat16"} if "bfloat16" in path.stem else {"float"}
+    assert {result["type"] for result in found["results"]} == types
