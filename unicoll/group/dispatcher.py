@@ -31,7 +31,7 @@ from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.group.arguments import as_integer, buffers_of, call_site
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
-from unicoll.group.overlaps import separate
+from unicoll.group.overlaps import separate, separate_one
 from unicoll.group.validation_cache import EVEN, Run, Splits, ValidationCache, kind_of
 from unicoll.net.timeouts import Timeout
 
@@ -129,7 +129,7 @@ class Dispatcher:
         if counts is not EVEN:
             call.in_counts, call.out_counts = counts
         if op.separate:
-            separate((call,), self._context.rank)
+            separate_one(call, self._context.rank)
         try:  # a method has called this one
             frame = _getframe(3) if settings.by_functions else user_frame(_getframe(2))
         except ValueError:  # no Python code has called the public function
@@ -184,7 +184,7 @@ class Dispatcher:
             inputs, outputs = (own, listed) if op.sizes is _GATHERED else (listed, own)
             call = self._new(settings, op, inputs, outputs, timeout, None, root)
             backend, run, kind = self.validation.validate(call)
-            separate((call,), self._context.rank)
+            separate_one(call, self._context.rank)
         except Exception as e:
             if root == self._context.rank and self._context.size > 1:
                 self._refuse(settings, op, own, timeout, root, e)

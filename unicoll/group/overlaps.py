@@ -22,6 +22,18 @@ from unicoll.backend.ops import Sizes
 from unicoll.errors import DistArgumentError
 
 
+def separate_one(call: Call, rank: int) -> None:
+    """:func:`separate` for one call; fast for one input and one output that are arrays, not views of others."""
+    inputs, outputs = call.inputs, call.outputs
+    if len(inputs) == 1 == len(outputs):
+        one, other = inputs[0].flat, outputs[0].flat
+        if one is not None and other is not None:
+            bare = one.base is None is other.base and one.flags.owndata and other.flags.owndata
+            if (bare and one is not other) or not np.may_share_memory(one, other):
+                return
+    separate((call,), rank)
+
+
 def separate(calls: Sequence[Call], rank: int) -> None:
     """Copy the inputs of calls that start together where their outputs overlap them.
 
@@ -31,13 +43,9 @@ def separate(calls: Sequence[Call], rank: int) -> None:
     Raises:
         DistArgumentError: outputs overlap each other; or inputs, of a device library that cannot copy them.
     """
-    first = calls[0]
-    if len(calls) == 1 and len(first.inputs) == 1 == len(first.outputs):
-        one, other = first.inputs[0].flat, first.outputs[0].flat
-        if one is not None and other is not None and not np.may_share_memory(one, other):
-            return
-    elif _own_their_memory([buffer for call in calls for buffer in _arrays(call)]):
+    if _own_their_memory([buffer for call in calls for buffer in _arrays(call)]):
         return
+    first = calls[0]
     outputs = [buffer for call in calls for buffer in call.outputs]
     spans = sorted((*_span(buffer), i) for i, buffer in enumerate(outputs) if buffer.count)
     for (_, end, i), (start, _, j) in pairwise(spans):
