@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
@@ -236,11 +237,15 @@ def destroy_process_group(group: Any = None) -> None:
         except DistError as e:
             raise e.with_traceback(None) from e.__cause__  # the frames are those of the teardown
         return
-    try:
+    with ExitStack() as ending:  # also if an exception of a signal's handler comes here
+        ending.callback(_leave_if_empty, job)
+        ending.callback(pg.close)
         job.groups.remove(pg)
-    finally:  # also if an exception of a signal's handler comes here
-        pg.close()
-    if not job.groups:  # recover() has replaced the default group
+
+
+def _leave_if_empty(job: Job) -> None:
+    """Leave a job whose default group recover() has replaced, once its last group is destroyed."""
+    if not job.groups:
         from unicoll.bootstrap.join import leave
 
         leave(job)

@@ -276,8 +276,8 @@ class GroupBackends:
         The other ranks may be in the call, and would else take this rank's next one for it.
         """
         mark_delivered(cause)
-        if isinstance(cause, DistError) and not isinstance(cause, DistArgumentError):
-            self.failure_delivered()  # it can be another rank's error
+        if isinstance(cause, DistError) and self._failures():
+            self.failure_delivered()  # each backend has an error of its own
         if not leaves_doubt(cause) or self.closed:
             return
         error = member_failed_error(self._context, f"calling {operation} on", cause)

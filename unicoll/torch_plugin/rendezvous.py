@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from unicoll.api import world
 from unicoll.bootstrap.join import run_rendezvous
@@ -92,8 +93,8 @@ def _at_new_store(
     again.
     """
     global _last
-    limit = timeout.total_seconds() if timeout is not None else _TIMEOUT_S
-    deadline, pauses = time.monotonic() + limit, backoff(0.1, 0.2)
+    limit = timeout or c10d.default_pg_timeout
+    deadline, pauses = time.monotonic() + limit.total_seconds(), backoff(0.1, 0.2)
     while True:
         if _last is not None:
             _await_end(_last.address, next(pauses))
@@ -113,8 +114,7 @@ def _at_new_store(
                 _last = met if rank else None
                 break
         store = None  # ends the connection
-    if timeout is not None:
-        store.set_timeout(timeout)
+    store.set_timeout(limit)
     yield store, rank, size
 
 
