@@ -559,24 +559,26 @@ def test_the_deadline_of_an_operation_ends_the_wait_of_a_destroyed_group_with_an
         assert second == ""
 
 
-def lost_last(async_op: bool, told_by: str) -> tuple[str, str, list[str]]:
+def lost_last(async_op: bool, raised_by: str) -> tuple[str, str, list[str]]:
     """Rank 0's last operation fails after its call has returned; what a later call and destroy raise, and the log."""
     connect()
     failed: Any = dist.group.WORLD.job.control.group_failure  # type: ignore[union-attr]
-    x, told = arrays.full(2, 1.0), ""
+    x, error = arrays.full(2, 1.0), ""
     work = None
     with recorded_log() as messages:
         if dist.get_rank() == 0:
             work = dist.all_reduce(x, timeout=0.5, async_op=async_op)
         await_true(lambda: failed("world"))
-        if work is not None and told_by == "work":
+        if work is not None and raised_by == "work":
             await_true(work.is_completed)
-            told = error_of(lambda: raise_(work.exception()))
-        elif told_by == "object":
-            told = error_of(lambda: dist.all_gather_object([None, None], 1))
-        if told_by == "log":
+            error = error_of(lambda: raise_(work.exception()))
+        elif raised_by == "object":
+            error = error_of(lambda: dist.all_gather_object([None, None], 1))
+        elif raised_by == "refused":
+            error = error_of(lambda: dist.group.WORLD.all_reduce(x, timeout=-1.0))  # type: ignore[union-attr]
+        if raised_by == "log":
             await_true(lambda: dist.get_rank() or any("are undefined" in text for text in messages))
-        return told, error_of(dist.destroy_process_group), messages
+        return error, error_of(dist.destroy_process_group), messages
 
 
 def raise_(error: BaseException | None) -> None:
@@ -584,21 +586,28 @@ def raise_(error: BaseException | None) -> None:
         raise error
 
 
-@pytest.mark.parametrize("told_by", ["destroy", "log", "work", "object"])
+@pytest.mark.parametrize("raised_by", ["destroy", "log", "work", "object", "refused"])
 @pytest.mark.parametrize("start", ["nccl", "oneccl", "staged"])
-def test_a_failure_of_the_last_operation_is_not_lost(start: str, told_by: str) -> None:
-    if start == "staged" and told_by == "log":
+def test_a_failure_of_the_last_operation_is_not_lost(start: str, raised_by: str) -> None:
+    if start == "staged" and raised_by == "log":
         pytest.skip("a call returns when its results are there")
     with joined(2, STARTS[start]) as job:
-        job.call(lost_last, start == "staged" or told_by == "work", told_by)
-        (told, raised, logged), second = job.results()
+        job.call(lost_last, start == "staged" or raised_by == "work", raised_by)
+        (first, second_error, logged), other = job.results()
         job.quiet = False  # in the simulation a kernel of oneCCL does not end
     timeout = r"OperationTimeoutError: all_reduce\(float64\[2\]( on cuda:0)?, SUM\) #2 "
-    assert re.match(timeout if told_by in ("work", "object") else "$", told)
-    assert re.match(timeout if not told else "nothing", raised)
-    assert second[1] == "nothing"
+    assert re.match(
+        timeout
+        if raised_by in ("work", "object")
+        else "DistArgumentError"
+        if raised_by == "refused"
+        else "$",
+        first,
+    )
+    assert re.match("nothing" if raised_by in ("work", "object") else timeout, second_error)
+    assert other[1] == "nothing"
     logged = [text for text in logged if "oneCCL cannot abort a communicator" not in text]
-    assert len(logged) == (told_by == "log"), logged
+    assert len(logged) == (raised_by == "log"), logged
     for text in logged:
         assert "and the results of all_reduce(float64[2], SUM) #2 are undefined: all_reduce" in text
 

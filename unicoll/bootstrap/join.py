@@ -243,7 +243,7 @@ def end_group(job: Job, group: ProcessGroup, reason: str) -> None:
         died = [rank for rank in control.died if rank in group.ranks]
         group.abort(f"{control.departed[died[0]]}; {reason}" if died else reason)
     job.groups.remove(group)
-    group.close(knows_failure=True)
+    group.close(raise_failure=False)
 
 
 def _remove_keys(job: Job) -> None:

@@ -32,7 +32,7 @@ from unicoll.net.interrupts import Flag
 
 _WARNING_S = 20.0
 """How long :meth:`Supervision.close` waits for operations in flight before it logs a warning."""
-_UNHEARD_S = 1.0
+_UNRAISED_S = 1.0
 """How long after a failure it is logged if no call has raised it; a thread that waits for an operation raises it at
 once."""
 _abandoned: list[tuple[Call, ...]] = []
@@ -209,7 +209,7 @@ class Supervision:
         """Stop the device's work, and only then release the arrays."""
         operations = resources.in_flight.fail(cause)
         if resources.in_flight.lost:
-            self._log_at = time.monotonic() + _UNHEARD_S
+            self._log_at = time.monotonic() + _UNRAISED_S
         if not resources.comm.stop(self._lock):
             _abandoned.extend(work.calls for work in operations)
             _abandoned.append(resources.in_flight.begun)
@@ -265,8 +265,8 @@ class Supervision:
         resources.memory.close(ended)
         if ended:  # else the device may still use them
             resources.release()
-        heard = failed_before is not None and (is_delivered(failed_before) or not resources.in_flight.lost)
-        if failed is not None and not heard:
+        raised = failed_before is not None and (is_delivered(failed_before) or not resources.in_flight.lost)
+        if failed is not None and not raised:
             raise failed.with_traceback(None) from None
 
     def _drain(self, in_flight: InFlight) -> None:

@@ -261,7 +261,7 @@ class GroupBackends:
         self.failure_delivered()
 
     def failure_delivered(self) -> None:
-        """The program knows that the group has failed: :meth:`close` does not raise the error."""
+        """The error has been raised to the program, or is not wanted: :meth:`close` does not raise it."""
         self._failure_delivered = True
         for error in self._failures():
             mark_delivered(error)
@@ -276,7 +276,8 @@ class GroupBackends:
         The other ranks may be in the call, and would else take this rank's next one for it.
         """
         mark_delivered(cause)
-        if isinstance(cause, DistError) and self._failures():
+        # A refused call on a failed group does not say that the group has failed.
+        if isinstance(cause, DistError) and not isinstance(cause, DistArgumentError) and self._failures():
             self.failure_delivered()  # each backend has an error of its own
         if not leaves_doubt(cause) or self.closed:
             return
@@ -307,11 +308,11 @@ class GroupBackends:
                 closing.callback(self.wrapper.close)
 
     def _close(self, backend: Backend) -> None:
-        known = any(map(is_delivered, self._failures()))
+        delivered = any(map(is_delivered, self._failures()))
         try:
             backend.close()
         except DistError:
-            if not (known or self._failure_delivered):
+            if not (delivered or self._failure_delivered):
                 raise
 
 

@@ -519,7 +519,7 @@ class ProcessGroup:
         """Fail the group on all members if an exception ends a call of it whose state is then not known.
 
         Called by the function of the call, in its handler of any exception. Refusals, and errors that the group has
-        raised, do not fail it (:mod:`unicoll.backend.interrupts`); the latter are known to the program then.
+        raised, do not fail it (:mod:`unicoll.backend.interrupts`); :meth:`close` does not raise the latter again.
         """
         traceback = error.__traceback__
         name = traceback.tb_frame.f_code.co_name if traceback is not None else "a call"
@@ -533,16 +533,16 @@ class ProcessGroup:
         """Refuse later calls, in a forked child, which is not a member."""
         self._dispatcher.refuse(_FORKED)
 
-    def close(self, knows_failure: bool = False) -> None:
+    def close(self, raise_failure: bool = True) -> None:
         """Finish pending operations, within bounds, and release everything; idempotent.
 
         Args:
-            knows_failure: the program knows that the group has failed.
+            raise_failure: False if the error of a group that has failed is not raised.
 
         Raises:
             DistError: the error with which operations have ended that had been posted, if no call has raised it.
         """
-        if knows_failure:
+        if not raise_failure:
             self._backends.failure_delivered()
         if not self._backends.closed:
             log.info("destroying group %r", self.name)

@@ -329,7 +329,7 @@ def _replace_default_group(old: Job | None, new: Job) -> None:
                 job.control.group_failure(group.name) or job.control.departed.keys() & {*group.ranks}
             ):
                 job.groups.remove(group)
-                group.close(knows_failure=True)
+                group.close(raise_failure=False)
         if not job.groups:
             _replaced.remove(job)
             join.leave(job)
