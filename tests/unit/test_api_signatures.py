@@ -206,6 +206,9 @@ class Recorder:
     def global_rank(self, rank):
         return self.ranks[rank]
 
+    def interrupted(self, error):
+        """Not a call: each error of a function is passed to the group."""
+
     def __getattr__(self, method):
         def record(*args, **kwargs):
             self.call = (method, args, kwargs)

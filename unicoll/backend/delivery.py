@@ -7,16 +7,15 @@ group raises the error then. All operations and calls of one backend of a failed
 
 from __future__ import annotations
 
+from unicoll.backend.interrupts import mark
+
 _MARK = "_unicoll_delivered"
 
 
 def mark_delivered(error: BaseException | None) -> None:
     """Say that a call raises ``error`` to the program, or returns it; None is ignored."""
     if error is not None:
-        try:
-            setattr(error, _MARK, True)
-        except AttributeError:  # a class with slots: closing the group raises it again
-            pass
+        mark(error, _MARK)  # closing the group raises what cannot be marked again
 
 
 def is_delivered(error: BaseException) -> bool:

@@ -11,12 +11,17 @@ from unicoll.errors import DistError
 _MARK = "_unicoll_changed_nothing"
 
 
+def mark(error: BaseException, name: str) -> None:
+    """Set an attribute of ``error``; an exception whose class has slots keeps none."""
+    try:
+        setattr(error, name, True)
+    except AttributeError:
+        pass
+
+
 def mark_unchanged(error: BaseException) -> None:
     """Say that the call which ``error`` ends has changed nothing, on any rank: as if it had not been made."""
-    try:
-        setattr(error, _MARK, True)
-    except AttributeError:  # a class with slots: the group fails
-        pass
+    mark(error, _MARK)  # the group fails by what cannot be marked
 
 
 def mark_changed(error: BaseException) -> None:
