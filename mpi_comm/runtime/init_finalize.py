@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from mpi_comm.runtime.cuda_aware import detect, user_setting
 from mpi_comm.runtime.library import initialize, reason_against
 from mpi_comm.runtime.mpi_thread import MPIThread
-from unicoll.arrays.types import default_pg_timeout
+from unicoll.arrays.types import MOVED, default_pg_timeout
 from unicoll.errors import BackendUnavailableError, DistError, OperationTimeoutError
 from unicoll.net import environment, excepthook, fork_safety, logs
 from unicoll.net.timeouts import backoff
@@ -110,7 +110,8 @@ class Runtime:
         self.rank: int = self.call(world.Get_rank)
         self.size: int = self.call(world.Get_size)
         self.level = _LEVELS[self._levels().index(self.call(mpi.Query_thread))]
-        self.types: dict[str, Any] = {name: getattr(mpi, kind) for name, kind in _MPI_TYPES.items()}
+        types = {d.name: f"UINT{8 * d.itemsize}_T" for d in MOVED} | _MPI_TYPES
+        self.types: dict[str, Any] = {name: getattr(mpi, kind) for name, kind in types.items()}
         self.largest_tag: int = self.call(world.Get_attr, mpi.TAG_UB) or 32767
         self.largest_count = (1 << 62) if mpi.VERSION >= 4 else (1 << 31) - 1
         version = self.call(mpi.Get_library_version)

@@ -88,6 +88,10 @@ def test_gradients_of_gathers(run: Run) -> None:
     run(jobs.gradients_of_gathers)
 
 
+def test_types_that_are_not_reduced(run: Run) -> None:
+    run(jobs.moved_types)
+
+
 def test_timeouts_that_torch_sets() -> None:
     with ProcessJob(2, join="env", modules=["torch"]) as job:
         job.call(jobs.join, "unicoll-gloo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
 import json
@@ -271,6 +272,74 @@ def all_to_alls(async_op: bool) -> None:
     given = [torch.full((me() + 1,), float(me())) for _ in range(size())]
     done(dist.all_to_all(lists, given, async_op=async_op), async_op)
     same(lists, [torch.full((r + 1,), float(r)) for r in range(size())])
+
+
+MOVED = """
+float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 uint1 uint2 uint4 uint7 int2 int4 int7
+bits8 bits1x8 bits2x4 bits4x2 bits16 complex32 qint8 quint8 qint32
+"""
+
+
+def moved_types() -> None:
+    """Types that are not reduced: their elements arrive bit by bit."""
+    for name in MOVED.split():
+        if hasattr(torch, name):
+            _moved_type(getattr(torch, name))
+
+
+def _moved_type(dtype: torch.dtype) -> None:
+    width = dtype.itemsize
+
+    def of(rank: int, to: int) -> torch.Tensor:
+        """What a rank has for another: four elements."""
+        return torch.arange(4 * width, dtype=torch.uint8) + 16 * rank + 64 * to
+
+    def made(bits: torch.Tensor) -> torch.Tensor:
+        if not str(dtype).startswith("torch.q"):
+            return bits.view(dtype)
+        made = torch._empty_affine_quantized([len(bits) // width], scale=0.5, zero_point=1, dtype=dtype)
+        ctypes.memmove(made.data_ptr(), bits.data_ptr(), len(bits))
+        return made
+
+    def empty(count: int) -> torch.Tensor:
+        return made(torch.zeros(count * width, dtype=torch.uint8))
+
+    def holds(tensor: torch.Tensor, *expected: torch.Tensor) -> None:
+        found = ctypes.string_at(tensor.data_ptr(), tensor.numel() * width)
+        assert found == b"".join(bytes(bits.tolist()) for bits in expected), dtype
+
+    mine = of(me(), 0)
+    ranks = range(size())
+    x = made(mine.clone())
+    dist.broadcast(x, 1)
+    holds(x, of(1, 0))
+    outs = [empty(4) for _ in ranks] if me() == 0 else None
+    dist.gather(made(mine), outs, 0)
+    for rank, out in enumerate(outs or ()):
+        holds(out, of(rank, 0))
+    dist.scatter(x, [made(of(0, rank)) for rank in ranks] if me() == 0 else None, 0)
+    holds(x, of(0, me()))
+    flat = empty(4 * size())
+    dist.all_gather_into_tensor(flat, made(mine))
+    holds(flat, *(of(rank, 0) for rank in ranks))
+    outs = [empty(4) for _ in ranks]
+    dist.all_gather(outs, made(mine))
+    for rank, out in enumerate(outs):
+        holds(out, of(rank, 0))
+    given = made(torch.cat([of(me(), rank) for rank in ranks]))
+    dist.all_to_all_single(flat, given)
+    holds(flat, *(of(rank, me()) for rank in ranks))
+    to, frm = (me() + 1) % size(), (me() - 1) % size()
+    work = dist.isend(made(mine), to)
+    dist.recv(x, frm)
+    holds(x, of(frm, 0))
+    assert work is not None
+    work.wait()
+    if dtype.is_complex:  # torch passes it on as float16
+        return
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(TypeError, match=rf"SUM is not defined for {name} \(it is moved, and not reduced\)"):
+        dist.all_reduce(x)
 
 
 def barriers(async_op: bool) -> None:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from unicoll.arrays import conversion
+from unicoll.arrays import conversion, dlpack
 from unicoll.arrays.conversion import Buffer, as_buffer
 from unicoll.arrays.types import BY_NAME, Device
 from unicoll.errors import DistArgumentError, DistTypeError
@@ -80,13 +80,62 @@ def test_memory_is_kept_alive_by_the_buffer(device: tuple[int, int], old: bool) 
     assert ref() is None
 
 
-def test_a_cpu_array_is_a_view() -> None:
-    array = np.arange(5.0)
-    producer = Producer(array)
+@pytest.mark.parametrize("device", [1, 3, 11], ids=["CPU", "pinned by CUDA", "pinned by ROCm"])
+@pytest.mark.parametrize("array", [np.arange(5.0), np.zeros((0, 3)), np.ones(()), np.ones((2, 3), bool)])
+def test_an_array_in_host_memory_is_a_view(array: Any, device: int) -> None:
+    producer = Producer(array, (device, 0))
     buffer = as_buffer(producer)
     assert buffer.flat is not None
-    assert np.shares_memory(buffer.flat, array)
+    assert buffer.flat.size == 0 or buffer.flat.ctypes.data == array.ctypes.data
+    assert (buffer.shape, buffer.dtype.storage, buffer.unpack) == (array.shape, array.dtype, None)
     assert buffer.owner is producer
+
+
+class Relabelled(Producer):
+    """The capsule says another element type of the same width."""
+
+    def __init__(self, array: Any, code: int, device: tuple[int, int]) -> None:
+        super().__init__(array, device, old=True)
+        self.code = code
+
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        capsule = super().__dlpack__(stream=stream, **options)
+        # DLTensor: pointer, device (two int32), int32, and then the uint8 code
+        address = dlpack._get_pointer(capsule, b"dltensor")
+        ctypes.c_uint8.from_address(address + 8 + 8 + 4).value = self.code
+        return capsule
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "width"),  # dlpack.h's DLDataTypeCode
+    [
+        ("bfloat16", 4, 2),
+        ("float8_e4m3fn", 10, 1),
+        ("float8_e5m2", 12, 1),
+        ("float8_e3m4", 7, 1),
+        ("float8_e4m3", 8, 1),
+        ("float8_e4m3b11fnuz", 9, 1),
+        ("float8_e4m3fnuz", 11, 1),
+        ("float8_e5m2fnuz", 13, 1),
+        ("float8_e8m0fnu", 14, 1),
+        ("complex32", 5, 4),
+    ],
+)
+@pytest.mark.parametrize("device", [1, 2, 3])
+def test_types_that_numpy_lacks(name: str, code: int, width: int, device: int) -> None:
+    array = np.arange(12, dtype=f"u{width}").reshape(3, 4)
+    buffer = as_buffer(Relabelled(array, code, (device, 0)))
+    assert (buffer.dtype.name, buffer.shape, buffer.count) == (name, (3, 4), 12)
+    assert (buffer.flat is None) == (device == 2)
+    if buffer.flat is not None:
+        assert buffer.flat.tolist() == list(range(12))
+        turned = as_buffer(Relabelled(array[::-1].T, code, (device, 0)))
+        assert turned.dtype.name == name
+        assert turned.flat is not None
+        assert turned.flat.tolist() == array[::-1].T.reshape(-1).tolist()
+        turned.flat[0] = 77
+        turned.write_back()
+        assert array[2, 0] == 77
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "complex64", "bool"])

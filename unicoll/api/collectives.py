@@ -4,6 +4,11 @@ Each function resolves its group and calls the group's method of the same name; 
 ranks in the group. "Array" is a NumPy, CuPy or torch array. All ranks of the group make the same call, in the same
 order as their other calls on this group, with arrays of the same element type.
 
+Reductions take bool, integers of 8 to 64 bits, float16, bfloat16, float32, float64, complex64 and complex128 (which
+operation takes which, its error says), and over NCCL float8_e4m3fn and float8_e5m2. All other operations take these and
+any type of torch and ml_dtypes whose elements have a byte or more for themselves: other float8 and smaller numbers,
+integers of 1 to 7 bits, torch's bits, quantized types and complex32. Their bytes are moved.
+
 Inputs that overlap outputs are read first: they are copied, unless a rank's own part of the data is where the result
 has it. (The input of an all_gather may be the rank's own output, or its part of ``output_tensor``; the output of a
 reduce_scatter or scatter its own input; and so on.) Outputs that overlap each other are refused.

@@ -46,7 +46,7 @@ _BY_NUMPY: dict[np.dtype[Any], DType] = {d.storage: d for d in DTYPES if d.nativ
 def _numpy_dtype(dtype: np.dtype[Any]) -> DType:
     found = _BY_NUMPY.get(dtype)
     if found is None:
-        found = BY_NAME.get(dtype.name)  # ml_dtypes' bfloat16 and float8 types
+        found = BY_NAME.get(dtype.name)  # a type of ml_dtypes
         if found is None or found.native:
             reason = (
                 _INSTEAD.get(dtype.kind, "")
@@ -210,23 +210,24 @@ def _from_dlpack(array: Any) -> Buffer:
     """An array with ``__dlpack__`` on the CPU, or on a device, where its library's default stream orders it."""
     kind, index = dlpack.device_of(array)
     immutable = type(array).__module__.partition(".")[0] in _IMMUTABLE
-    if kind == dlpack.CPU_DEVICE:
-        buffer = _from_numpy(dlpack.host_view(array))
-        buffer.owner = array
+    if kind in dlpack.HOST_DEVICES:
+        view, dtype = dlpack.import_host(array)
+        buffer = _from_numpy(view)
+        buffer.owner, buffer.dtype = array, dtype
         buffer.writable = buffer.writable and not immutable
         return buffer
     if kind in dlpack.CUDA_DEVICES or kind == dlpack.ROCM_DEVICE:
         default = 0 if kind == dlpack.ROCM_DEVICE else LEGACY_STREAM
-        device, memory = Device("cuda", index), dlpack.import_device(array, default, 0)
+        device, memory = Device("cuda", index), dlpack.import_memory(array, default, 0)
     elif kind == dlpack.ONEAPI_DEVICE:
         queue = _sycl().default_queue(index)
         index, stream = _sycl().place_of(queue)
-        device, memory = Device("xpu", index), dlpack.import_device(array, queue, stream)
+        device, memory = Device("xpu", index), dlpack.import_memory(array, queue, stream)
     else:
         raise DistTypeError(f"arrays on a device of DLPack type {kind} cannot be communicated")
     count = int(np.prod(memory.shape, dtype=np.int64))
     writable = not (memory.read_only or immutable)
-    if not memory.contiguous:
+    if memory.strides is not None:
         if device.type != "cuda":
             raise DistArgumentError(
                 "a SYCL array that is not contiguous cannot be communicated; copy it first"
@@ -470,6 +471,11 @@ def as_buffers(arrays: Iterable[Any], what: str) -> tuple[Buffer, ...]:
         else:
             made.append(as_buffer(array, what))
     return tuple(made)
+
+
+def has_only_memory(kind: type) -> bool:
+    """True if objects of a type, of which :func:`as_buffer` has had one, are arrays by the buffer protocol only."""
+    return _ADAPTERS.get(kind) is _from_memory
 
 
 def _find_adapter(kind: type, array: Any) -> Adapter:

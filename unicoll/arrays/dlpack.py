@@ -16,7 +16,8 @@ import numpy as np
 from unicoll.arrays.types import BY_NAME, DType
 from unicoll.errors import DistTypeError
 
-CPU_DEVICE = 1
+HOST_DEVICES = (1, 3, 11)
+"""kDLCPU; kDLCUDAHost and kDLROCMHost: pinned host memory."""
 CUDA_DEVICES = (2, 13)
 """kDLCUDA and kDLCUDAManaged."""
 ROCM_DEVICE = 10
@@ -42,8 +43,15 @@ _KINDS = {
     (5, 64): "complex64",
     (5, 128): "complex128",
     (6, 8): "bool",
+    (5, 32): "complex32",
+    (7, 8): "float8_e3m4",
+    (8, 8): "float8_e4m3",
+    (9, 8): "float8_e4m3b11fnuz",
     (10, 8): "float8_e4m3fn",
+    (11, 8): "float8_e4m3fnuz",
     (12, 8): "float8_e5m2",
+    (13, 8): "float8_e5m2fnuz",
+    (14, 8): "float8_e8m0fnu",
 }
 """DLDataTypeCode and bits of unicoll's element types."""
 
@@ -84,7 +92,7 @@ _get_name.argtypes = [ctypes.py_object]
 
 @dataclass(slots=True, eq=False)
 class DLPackMemory:
-    """Device memory of an array, valid while this object exists.
+    """The memory of an array, valid while this object exists.
 
     Attributes:
         capsule: not consumed: deleting it releases the memory.
@@ -93,7 +101,7 @@ class DLPackMemory:
         shape: shape of the array.
         read_only: True if the producer marked the memory read-only.
         stream: handle of the stream that orders it.
-        contiguous: True if its elements are contiguous in C order.
+        strides: in elements; None: contiguous in C order.
     """
 
     capsule: Any
@@ -102,7 +110,7 @@ class DLPackMemory:
     shape: tuple[int, ...]
     read_only: bool
     stream: int
-    contiguous: bool
+    strides: tuple[int, ...] | None
 
     def current_stream(self) -> int:
         """:attr:`stream`. The bound method keeps the memory."""
@@ -115,26 +123,6 @@ def device_of(array: Any) -> tuple[int, int]:
     return int(kind), int(index)
 
 
-class _CapsuleProbe:
-    """Passes NumPy's DLPack calls to an array and records the kind of its capsule.
-
-    Attributes:
-        versioned: True if the capsule is of DLPack 1.0 or later, which has a read-only flag.
-    """
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-        self.versioned = False
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-    def __dlpack__(self, **arguments: Any) -> Any:
-        capsule = self._array.__dlpack__(**arguments)
-        self.versioned = _get_name(capsule) == _VERSIONED
-        return capsule
-
-
 class WritableMemory:
     """The array interface of a NumPy array without its read-only flag; keeps the array alive."""
 
@@ -144,25 +132,39 @@ class WritableMemory:
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
-def host_view(array: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array over the memory of a CPU array.
+class _HostMemory:
+    """The array interface of memory in host memory, with the bits of types that NumPy lacks; keeps the memory."""
 
-    Capsules before DLPack 1.0 have no read-only flag. NumPy makes their arrays read-only; this function makes them
-    writable, as other consumers do.
+    def __init__(self, memory: DLPackMemory) -> None:
+        self._memory = memory
+        size = memory.dtype.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": memory.shape,
+            "typestr": memory.dtype.storage.str,
+            "data": (memory.ptr, memory.read_only),
+            "strides": None if memory.strides is None else tuple(n * size for n in memory.strides),
+        }
+
+
+def import_host(array: Any) -> tuple[np.ndarray[Any, Any], DType]:
+    """A NumPy array over the memory of an array in host memory, and its element type, which NumPy may lack.
+
+    Capsules before DLPack 1.0 have no read-only flag: their memory is writable, as for other consumers.
+
+    Raises:
+        DistTypeError: the element type cannot be communicated.
     """
-    probe = _CapsuleProbe(array)
-    view = np.from_dlpack(probe)
-    if probe.versioned or view.flags.writeable:
-        return view
-    return np.asarray(WritableMemory(view))
+    memory = import_memory(array, None, 0)
+    return np.asarray(_HostMemory(memory)), memory.dtype
 
 
-def import_device(array: Any, stream: Any, handle: int) -> DLPackMemory:
-    """The memory of an array on a device.
+def import_memory(array: Any, stream: Any, handle: int) -> DLPackMemory:
+    """The memory of an array.
 
     Args:
         stream: for the producer, which orders the memory for it: on CUDA a stream (1 is the legacy default stream), on
-            an AMD device 0 for the default stream, on a SYCL device a ``dpctl.SyclQueue``.
+            an AMD device 0 for the default stream, on a SYCL device a ``dpctl.SyclQueue``; None for host memory.
         handle: the stream's handle here.
 
     Raises:
@@ -187,9 +189,11 @@ def import_device(array: Any, stream: Any, handle: int) -> DLPackMemory:
             " cannot be communicated"
         )
     shape = tuple(tensor.shape[: tensor.ndim])
-    contiguous = not tensor.strides or is_contiguous(shape, tensor.strides[: tensor.ndim])
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
+    if strides is not None and is_contiguous(shape, strides):
+        strides = None
     address = int(tensor.data or 0) + tensor.byte_offset
-    return DLPackMemory(capsule, address, BY_NAME[found], shape, read_only, handle, contiguous)
+    return DLPackMemory(capsule, address, BY_NAME[found], shape, read_only, handle, strides)
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int], unit: int = 1) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from unicoll.arrays import devices
 from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, has_shared_elements, register_current_stream
-from unicoll.arrays.types import DTYPES, Device, DType
+from unicoll.arrays.types import ALL_DTYPES, Device, DType
 from unicoll.errors import DistTypeError
 
 
@@ -87,7 +87,7 @@ profiler_watch = ProfilerWatch()
 @cache
 def _torch_adapter(torch: Any) -> Adapter:
     """A function that makes buffers of plain tensors and of parameters."""
-    by_torch = {getattr(torch, d.name): d for d in DTYPES if hasattr(torch, d.name)}
+    by_torch = {getattr(torch, d.name): d for d in ALL_DTYPES if hasattr(torch, d.name)}
     strided = torch.strided
     on_device = {kind: _torch_on_device(torch, kind) for kind in _STREAM_FUNCTIONS}
     grad_enabled = torch.is_grad_enabled
@@ -117,7 +117,7 @@ def _torch_adapter(torch: Any) -> Adapter:
         unpack, packed = None, tensor
         writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            packed, unpack = _packed_tensor(tensor.detach())
+            packed, unpack = _packed_tensor(tensor.detach(), dtype)
             writable = writable and not has_shared_elements(tensor.shape, tensor.stride())
         return Buffer(tensor, dtype, shape, _memory(packed, dtype), writable, unpack)
 
@@ -144,8 +144,13 @@ def _no_memory(tensor: Any) -> int:
     )
 
 
-def _packed_tensor(source: Any) -> tuple[Any, Callable[[], None]]:
+def _packed_tensor(source: Any, dtype: DType) -> tuple[Any, Callable[[], None]]:
     """A contiguous copy of a tensor, and the function that copies it back."""
+    if dtype.kind == "x" and not (source.is_quantized or source.is_conj()):
+        # As integers: torch has no copy of some of these types. Such a view of a quantized tensor is not usable.
+        source = source.view(
+            getattr(sys.modules["torch"], {1: "uint8", 2: "int16", 4: "int32"}[dtype.itemsize])
+        )
     packed = source.resolve_conj().resolve_neg().contiguous()
 
     def unpack() -> None:
@@ -193,7 +198,7 @@ def _torch_on_device(torch: Any, kind: str) -> Callable[[Any, DType, Any], Buffe
         unpack, packed = None, tensor
         writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            packed, unpack = _packed_tensor(tensor.detach())
+            packed, unpack = _packed_tensor(tensor.detach(), dtype)
             writable = writable and not has_shared_elements(tensor.shape, tensor.stride())
         return Buffer(
             tensor,

@@ -26,7 +26,8 @@ class DType:
         itemsize: bytes per element.
         storage: the NumPy dtype that its elements are stored in; for types that NumPy lacks, an unsigned integer of
             the same width that holds the bits.
-        kind: ``"b"`` bool, ``"u"`` unsigned, ``"i"`` signed, ``"f"`` float, ``"c"`` complex.
+        kind: ``"b"`` bool, ``"u"`` unsigned, ``"i"`` signed, ``"f"`` float, ``"c"`` complex, ``"x"`` moved as
+            bytes and not reduced.
         native: True if NumPy has this type (``storage`` is then the type, not its bits).
     """
 
@@ -68,7 +69,20 @@ DTYPES: tuple[DType, ...] = (
     DType(16, "float8_e4m3fn", "f", "u1", native=False),
     DType(17, "float8_e5m2", "f", "u1", native=False),
 )
-BY_NAME: dict[str, DType] = {d.name: d for d in DTYPES}
+# The order gives the codes: new ones come last.
+_MOVED = """
+float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 float8_e4m3b11fnuz float8_e3m4 float8_e4m3 float6_e2m3fn
+float6_e3m2fn float4_e2m1fn int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7
+bits8 bits1x8 bits2x4 bits4x2 qint8 quint8 bits16 complex32 qint32 bcomplex32
+"""
+_WIDTHS = {"bits16": "u2", "complex32": "u4", "qint32": "u4", "bcomplex32": "u4"}
+MOVED: tuple[DType, ...] = tuple(
+    DType(code, name, "x", _WIDTHS.get(name, "u1"), native=False)
+    for code, name in enumerate(_MOVED.split(), 18)
+)
+"""Types of torch and ml_dtypes that are moved, and not reduced."""
+ALL_DTYPES: tuple[DType, ...] = (*DTYPES, *MOVED)
+BY_NAME: dict[str, DType] = {d.name: d for d in ALL_DTYPES}
 
 COMPRESSIONS = {"bfloat16": 1, "int8": 2}
 """The compressions (:mod:`unicoll.arrays.compression`), with their codes."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any
 
-from unicoll.arrays.types import DTYPES
+from unicoll.arrays.types import ALL_DTYPES
 from unicoll.backend.flight_recorder import site_of
 from unicoll.backend.thread_activity import Activity, entries
 from unicoll.backend.thread_frames import ThreadFrames, outwards
@@ -42,7 +42,7 @@ _BEHIND_S = 1.0
 """How long the request to a rank that is in an earlier call is repeated: it may be about to leave that call."""
 LIBRARY_PACKAGES = {*PACKAGES, "torch", "ray", "typing_extensions", *sys.stdlib_module_names}
 
-_TYPES = {dtype.code: dtype.name for dtype in DTYPES}
+_TYPES = {dtype.code: dtype.name for dtype in ALL_DTYPES}
 
 Report = dict[str, Any]
 

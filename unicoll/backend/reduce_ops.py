@@ -10,6 +10,8 @@ from unicoll.errors import DistTypeError
 
 
 def _reduces(dtype: DType, op: Reduction) -> bool:
+    if dtype.kind == "x":
+        return False
     if op.name in ("BAND", "BOR", "BXOR"):
         return dtype.kind in "bui"
     if op.name in ("MIN", "MAX"):
@@ -77,10 +79,10 @@ def check_reduction(op: Op, dtype: DType, reduce: Reduction) -> None:
             f"{op.name}: ReduceOp.{reduce.name} is not defined for it ({dtype.name})", op=op.name
         )
     if (dtype.code << 8) | reduce.code not in _ALLOWED:
+        taken = supported_reductions().get(dtype.name)
+        instead = f"it takes {', '.join(taken)}" if taken else "it is moved, and not reduced"
         raise DistTypeError(
-            f"{op.name}: ReduceOp.{reduce.name} is not defined for {dtype.name}"
-            f" (it takes {', '.join(supported_reductions()[dtype.name])})",
-            op=op.name,
+            f"{op.name}: ReduceOp.{reduce.name} is not defined for {dtype.name} ({instead})", op=op.name
         )
     factor = reduce.factor
     if factor is not None and dtype.kind in "ui" and factor != int(factor.real):

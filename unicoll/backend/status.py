@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from unicoll.arrays.types import DTYPES
+from unicoll.arrays.types import ALL_DTYPES
 from unicoll.backend.call import Call
 
 NO_RANK = -(1 << 31)
 """A rank that is no process (MPI_PROC_NULL): a message to it, or from it, ends at once and moves no data. Sums and
 differences of ranks do not give this number by accident."""
 
-_ITEMSIZES = {dtype.code: dtype.itemsize for dtype in DTYPES}
+_ITEMSIZES = {dtype.code: dtype.itemsize for dtype in ALL_DTYPES}
 
 
 class Status:

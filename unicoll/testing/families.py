@@ -128,11 +128,11 @@ class TorchFamily(ArrayFamily):
 
     def to_numpy(self, array: Array) -> Any:
         name = str(array.dtype).partition(".")[2]
-        flat = array.contiguous().cpu()
         if BY_NAME[name].native:
-            return flat.numpy()
-        bits = {1: self._torch.uint8, 2: self._torch.int16}[array.element_size()]
-        return flat.view(bits).numpy().view(reference.numpy_dtype(name))
+            return array.contiguous().cpu().numpy()
+        bits = {1: self._torch.uint8, 2: self._torch.int16, 4: self._torch.int32}[array.element_size()]
+        # torch copies bits of all types, and elements of some.
+        return array.view(bits).contiguous().cpu().numpy().view(reference.numpy_dtype(name))
 
 
 class CupyFamily(ArrayFamily):

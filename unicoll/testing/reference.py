@@ -41,11 +41,19 @@ class Arithmetic:
             any order. Otherwise they are accumulated in float32, and rounded once.
         saturates: a float8 that is too large or infinite may become the largest finite one, at every hop.
         drops_nan: MIN and MAX may be those of the numbers, where some ranks have a NaN.
+        truncates: roundings to bfloat16 may be towards zero.
     """
 
     rounds_hops: bool = False
     saturates: bool = False
     drops_nan: bool = False
+    truncates: bool = False
+
+    def rounding(self, name: str) -> float:
+        """How much a rounding changes a number at most, in halves of a unit in its last place."""
+        if name.startswith("float8"):
+            return 1 + 2.0**-_FLOAT16_STEPS  # first to float16
+        return 2.0 if self.truncates and name == "bfloat16" else 1.0
 
 
 STRICT = Arithmetic()
@@ -53,7 +61,7 @@ NCCL = Arithmetic(rounds_hops=True, saturates=True, drops_nan=True)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any] | None:
-    """The NumPy dtype of an element type; None where it needs ml_dtypes and that is not installed."""
+    """The NumPy dtype of an element type; None where neither NumPy nor an installed ml_dtypes has it."""
     if BY_NAME[name].native:
         storage: np.dtype[Any] = BY_NAME[name].storage
         return storage
@@ -61,8 +69,8 @@ def numpy_dtype(name: str) -> np.dtype[Any] | None:
         import ml_dtypes
     except ImportError:
         return None
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-    return found
+    scalar = getattr(ml_dtypes, name, None)
+    return None if scalar is None else np.dtype(scalar)
 
 
 class _Format(NamedTuple):
@@ -116,6 +124,9 @@ def _draw(name: str, reduce: str | None, count: int, rng: np.random.Generator, s
     assert dtype is not None
     shape = (count,)
     kind = BY_NAME[name].kind
+    if kind == "x":
+        bits = BY_NAME[name].storage
+        return rng.integers(0, np.iinfo(bits).max, shape, bits, endpoint=True).view(dtype)
     if kind == "b":
         return rng.integers(0, 2, shape).astype(dtype)
     if kind in "ui":
@@ -196,10 +207,11 @@ def complaint(
             expected, right = _rounded_once(name, reduce, wide, found)
         else:
             saturates = arithmetic.saturates and name.startswith("float8")
+            more = arithmetic.rounding(name)
             if reduce == "PRODUCT":
-                expected, right = _product_of_hops(name, wide, found, saturates)
+                expected, right = _product_of_hops(name, wide, found, saturates, more)
             else:
-                expected, right = _sum_of_hops(name, reduce, wide, found, saturates)
+                expected, right = _sum_of_hops(name, reduce, wide, found, saturates, more)
     return _describe(np.flatnonzero(~right), got, expected)
 
 
@@ -316,27 +328,23 @@ def _rounding(name: str, magnitude: Array) -> Array:
 
 
 def _unit(name: str) -> float:
-    """The largest part of a number that rounding changes."""
-    return 2.0 ** (-1 - _format(name).mantissa) * _float16_too(name)
-
-
-def _float16_too(name: str) -> float:
-    """By how much two roundings, to float16 and to float8, may be more than one."""
-    return 1 + 2.0**-_FLOAT16_STEPS if name.startswith("float8") else 1.0
+    """The largest part of a number that rounding to the nearest element changes."""
+    return 2.0 ** (-1 - _format(name).mantissa)
 
 
 def _sum_of_hops(
-    name: str, reduce: str, wide: Sequence[Array], found: Array, saturates: bool
+    name: str, reduce: str, wide: Sequence[Array], found: Array, saturates: bool, more: float
 ) -> tuple[Array, Array]:
     """The expected sum, and where ``found`` is one that was rounded after every operation, in whatever order.
 
-    A rounding changes a number by half a unit in its last place at most. The numbers rounded are the terms, where they
-    have a factor, n - 2 partial sums, none of them larger than that of all positive or of all negative terms, and the
-    sum. The factor 1/n of an average is rounded, too, which changes the sum by as small a part of it.
+    A rounding changes a number by ``more`` halves of a unit in its last place at most. The numbers rounded are the
+    terms, where they have a factor, n - 2 partial sums, none of them larger than that of all positive or of all
+    negative terms, and the sum. The factor 1/n of an average is rounded, too, which changes the sum by as small a part
+    of it.
 
     What saturates is changed by no more than the terms' total exceeds the largest number.
     """
-    ranks, limit, more = len(wide), _format(name).largest, _float16_too(name)
+    ranks, limit, unit = len(wide), _format(name).largest, _unit(name) * more
     factor = {"PREMUL_SUM": factor_of(name), "AVG": 1 / ranks}.get(reduce, 1)
     terms = [x * factor for x in wide]
     expected = total = np.sum(terms, axis=0)
@@ -346,8 +354,8 @@ def _sum_of_hops(
     positive, negative = (np.sum([np.maximum(sign * x, 0) for x in terms], axis=0) for sign in (1, -1))
     largest = np.maximum(positive, negative)
     if ranks & (ranks - 1) and reduce == "AVG":
-        before = np.sum([_half_ulp(name, np.abs(x) * (1 + _unit(name))) for x in terms], axis=0) * more
-        before = before + _unit(name) * np.abs(total)
+        before = np.sum([_half_ulp(name, np.abs(x) * (1 + unit)) for x in terms], axis=0) * more
+        before = before + unit * np.abs(total)
     else:
         before = np.sum([_rounding(name, np.abs(x)) for x in terms], axis=0) * more
     error = before
@@ -364,17 +372,19 @@ def _sum_of_hops(
     return expected, (np.abs(found - total) <= error) | _same(found, expected) | overflowed
 
 
-def _product_of_hops(name: str, wide: Sequence[Array], found: Array, saturates: bool) -> tuple[Array, Array]:
+def _product_of_hops(
+    name: str, wide: Sequence[Array], found: Array, saturates: bool, more: float
+) -> tuple[Array, Array]:
     """The expected product, and where ``found`` is one that was rounded after every operation, in whatever order.
 
     Partial products are at most that of all factors above 1. Where that is too large, what saturates may become
     anything; else it becomes infinite, or a NaN.
     """
-    hops, limit = len(wide) - 1, _format(name).largest
+    hops, limit, unit = len(wide) - 1, _format(name).largest, _unit(name) * more
     expected = fold(np.multiply, wide)
     most = fold(np.multiply, [np.maximum(np.abs(x), 1) for x in wide])
-    growth = (1 + _unit(name)) ** hops
-    error = hops * growth * (_unit(name) * np.abs(expected) + 2.0 ** (_format(name).smallest - 1) * most)
+    growth = (1 + unit) ** hops
+    error = hops * growth * (unit * np.abs(expected) + more * 2.0 ** (_format(name).smallest - 1) * most)
     right = _same(found, expected) | (np.abs(found - expected) <= np.nan_to_num(error, nan=0.0, posinf=0.0))
     open_ended = ~fold(np.logical_or, [np.isnan(x) for x in wide]) & (most * growth > limit)
     return expected, right | (open_ended if saturates else open_ended & ~np.isfinite(found))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from unicoll.arrays.buffer import Buffer
-from unicoll.arrays.types import DTYPES, DType, Reduction
+from unicoll.arrays.types import ALL_DTYPES, DType, Reduction
 from unicoll.backend.call import Call
 from unicoll.backend.flight_recorder import CallKind, failure_text, line_of, user_frame
 from unicoll.backend.ops import OPS, Op
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from unicoll.torch_plugin.torch_groups import TorchGroup
 
 _Tensor = torch.Tensor
-_DTYPES = {getattr(torch, dtype.name): dtype for dtype in DTYPES if hasattr(torch, dtype.name)}
+_DTYPES = {getattr(torch, dtype.name): dtype for dtype in ALL_DTYPES if hasattr(torch, dtype.name)}
 
 _NOTHING: tuple[int, ...] = ()
 plain: set[type] = set()

@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as torchs
 
 from unicoll.arrays import devices
 from unicoll.arrays.buffer import Buffer
-from unicoll.arrays.types import DTYPES, DType
+from unicoll.arrays.types import ALL_DTYPES, DType
 from unicoll.backend.call import Call
 from unicoll.backend.ops import OPS, Arity, Op, Sizes
 from unicoll.torch_plugin.torch_groups import TorchGroup
@@ -43,8 +43,9 @@ _TYPES = {
     "Long": "int64",
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
+    "ComplexHalf": "complex32",
 }
-_DTYPES = {dtype.name: dtype for dtype in DTYPES}
+_DTYPES = {dtype.name: dtype for dtype in ALL_DTYPES}
 _UNKNOWN = Op("collective", 0, Arity.NONE, Arity.NONE, Sizes.NONE)
 
 
