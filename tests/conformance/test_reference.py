@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,25 @@ def _by_nccl(name: str, reduction: str, given: list[Array]) -> Array:
     return np.frombuffer(whole, given[0].dtype)
 
 
+def _by_truncation(name: str, reduction: str, given: list[Array]) -> Array:
+    """What oneCCL computes without AVX-512, in bfloat16."""
+    one_by_one = np.multiply if reduction == "PRODUCT" else np.add
+    bits = given[0].view(np.uint16)
+    for x in given[1:]:
+        partial, term = (
+            np.left_shift(b, 16, dtype=np.uint32).view(np.float32) for b in (bits, x.view(np.uint16))
+        )
+        with np.errstate(all="ignore"):
+            bits = (one_by_one(partial, term).view(np.uint32) >> 16).astype(np.uint16)
+    total: Array = bits.view(given[0].dtype)
+    return (total / given[0].dtype.type(len(given))).astype(total.dtype) if reduction == "AVG" else total
+
+
 def _pairs(backend: str) -> Iterator[tuple[str, str]]:
     """Element types and reductions that a backend has."""
+    if backend == "oneccl":
+        yield from (("bfloat16", each) for each in ("SUM", "PRODUCT", "AVG") if has("bfloat16"))
+        return
     for dtype in DTYPES:
         for reduction in supported_reductions()[dtype.name] if has(dtype.name) else ():
             if backend == "cpu":
@@ -77,6 +95,7 @@ def _pairs(backend: str) -> Iterator[tuple[str, str]]:
 _BACKENDS: dict[str, tuple[Callable[[str, str, list[Array]], Array], Arithmetic]] = {
     "cpu": (_by_kernel, STRICT),
     "nccl": (_by_nccl, NCCL),
+    "oneccl": (_by_truncation, replace(NCCL, truncates=True)),
 }
 
 
