@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import unicoll as dist
 from tests.support.on_ranks import on_ranks
+from tests.support.other_arrays import KINDS
 from unicoll.api.spawn import spawn
 from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, DistTypeError, RankLostError
@@ -179,6 +180,30 @@ def test_gradients_computed_in_place_are_not_copied() -> None:
     w, b = buckets.wait()
     assert_close([w, b], [np.full((3, 2), 5.0), np.full(2, 0.5)])
     assert np.shares_memory(w, place)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_what_all_reduce_takes_is_a_parameter_and_a_gradient(kind: str) -> None:
+    rank, made = dist.get_rank(), KINDS[kind]
+    values = np.full((2, 3), float(rank))
+    buckets = GradientBuckets([made(values), np.zeros(2)])
+    buckets.ready(0, made(values))
+    buckets.ready(1, made(np.full(2, rank + 1.0)))
+    assert_close(buckets.wait(), [np.full((2, 3), 0.5), np.full(2, 1.5)])
+    average_gradients([made(values)])
+    assert values.tolist() == [[0.5] * 3] * 2
+    assert parameters_digest({"a": made(values)}) == parameters_digest({"a": values})
+    values[...] = rank + 7
+    broadcast_parameters([made(values)], src=1)
+    assert values.tolist() == [[8.0] * 3] * 2
+    check_identical([made(values)])
+    fixed = np.ones(3)
+    fixed.flags.writeable = False
+    with pytest.raises(DistArgumentError, match="#0 is read-only"):
+        average_gradients([made(fixed)])
+    with pytest.raises(DistArgumentError, match="not contiguous; make a contiguous one first"):
+        average_gradients([made(np.ones((3, 2)).T)])
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ import pytest
 
 import unicoll as dist
 from tests.support.on_ranks import on_ranks
+from tests.support.other_arrays import KINDS
 from tests.support.ranks import run_ranks
 from unicoll.arrays.kernels import kernel_for
 from unicoll.arrays.types import BY_NAME, ReduceOp
@@ -84,6 +85,21 @@ def test_lists_and_dicts_of_arrays() -> None:
     assert {name: array.tolist() for name, array in named.result().items()} == {
         name: [2 * ord(name)] * 2 for name in names
     }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_other_arrays(kind: str) -> None:
+    made = KINDS[kind]
+    total = dist.ExactSum({"a": made(np.zeros((2, 2), np.float32))})
+    for number in (2.0**60, 1.0, -(2.0**60)):
+        total.add({"a": made(np.full((2, 2), number, np.float32))})
+    total.all_reduce()
+    result = total.result()["a"]
+    assert (type(result), result.dtype, result.tolist()) == (np.ndarray, np.float32, [[2.0] * 2] * 2)
+    out = np.zeros((2, 2), np.float32)
+    total.result({"a": made(out)})
+    assert out.tolist() == [[2.0] * 2] * 2
 
 
 @pytest.mark.torch

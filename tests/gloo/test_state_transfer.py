@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import unicoll as dist
 from tests.support.on_ranks import on_ranks
-from unicoll.errors import DistError, DistTypeError
-from unicoll.parallel.state import State
+from tests.support.other_arrays import KINDS
+from unicoll.errors import DistArgumentError, DistError
+from unicoll.parallel.state import State, _described, _new_array
 
 
 def example() -> dict[str, Any]:
@@ -92,6 +94,48 @@ def test_tensors() -> None:
     dist.parallel.check_identical(found)
 
 
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_other_arrays(kind: str, filled: bool) -> None:
+    """They are overwritten, and NumPy arrays where the receiver has none."""
+    rank = dist.get_rank()
+    values = np.full((2, 3), rank, np.float32)
+    given = KINDS[kind](values)
+    state: dict[str, Any] = {"a": given, "b": bytearray(b"xy")} if filled or rank == 0 else {}
+    transfer(state)
+    assert state["b"] == b"xy"
+    if rank == 0 or filled:
+        assert state["a"] is given
+        assert values.tolist() == [[0.0] * 3] * 2
+    else:
+        assert type(state["a"]) is np.ndarray
+        assert (state["a"].dtype, state["a"].tolist()) == (np.float32, [[0.0] * 3] * 2)
+
+
+@on_ranks(2)
+def test_types_of_ml_dtypes() -> None:
+    types = pytest.importorskip("ml_dtypes")
+    arrays = {name: np.arange(5).astype(getattr(types, name)) for name in ("bfloat16", "float8_e4m3fnuz")}
+    state = {} if dist.get_rank() else dict(arrays)
+    transfer(state)
+    for name, array in arrays.items():
+        assert state[name].dtype == array.dtype
+        assert state[name].tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_a_new_tensor_is_on_the_senders_type_of_device(device: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    where = torch.device(device) if device == "cpu" else torch.device(device, 1)
+    elsewhere = type("Elsewhere", (torch.Tensor,), {"device": where})
+    described = _described((), torch.ones(2, 3).bfloat16().as_subclass(elsewhere), b"digest")
+    with mock.patch.object(torch, "empty") as empty:
+        _new_array(described)
+    empty.assert_called_once_with((2, 3), dtype=torch.bfloat16, device=device)
+
+
 @on_ranks(2)
 def test_an_array_that_does_not_have_its_digest() -> None:
     """It has changed since the sender computed the digest."""
@@ -113,10 +157,11 @@ def test_an_array_that_does_not_have_its_digest() -> None:
             {"a": [{"b": np.zeros(1, "datetime64[s]")}]},
             r"state\['a'\]\[0\]\['b'\]: arrays of numpy datetime64",
         ),
+        ({"a": memoryview(np.ones((2, 2)).T)}, r"state\['a'\]: memoryview: its memory is not contiguous"),
     ],
 )
 def test_refused_states(state: Any, text: str) -> None:
-    with pytest.raises(DistTypeError, match=text):
+    with pytest.raises(DistArgumentError, match=text):
         State(state)
 
 

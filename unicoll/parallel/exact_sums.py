@@ -13,10 +13,10 @@ from unicoll.arrays.conversion import Buffer, as_buffer
 from unicoll.arrays.exact_sum import Accumulator, Summation
 from unicoll.arrays.half_precision import HALVES, Flat
 from unicoll.arrays.kernels import quiet_runner
-from unicoll.arrays.types import DTYPES
+from unicoll.arrays.types import ALL_DTYPES
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.net.timeouts import Timeout
-from unicoll.parallel.packing import flat_like
+from unicoll.parallel.packing import flat_like, of_known_library
 
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
@@ -182,7 +182,7 @@ class ExactSum:
         """Raise if the arrays of the ranks differ."""
         differ = np.flatnonzero((table[:, :2] != table[0, :2]).any(axis=1))
         if differ.size:
-            names = {dtype.code: dtype.name for dtype in DTYPES}
+            names = {dtype.code: dtype.name for dtype in ALL_DTYPES}
             texts = [f"{table[rank, 0]} numbers of {names[table[rank, 1]]}" for rank in (0, differ[0])]
             raise DistArgumentError(
                 f"ExactSum.all_reduce: ranks 0 and {differ[0]} of group {group.name!r} have different arrays:"
@@ -240,4 +240,5 @@ class ExactSum:
 
 
 def _new_like(array: Any) -> Any:
+    array = of_known_library(array)
     return flat_like(array, as_buffer(array).count).reshape(array.shape)

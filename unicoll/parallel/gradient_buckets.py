@@ -27,6 +27,7 @@ from unicoll.parallel.packing import (
     kind_of,
     listed,
     named,
+    of_known_library,
     parts,
     plan_buckets,
     without_history,
@@ -90,9 +91,8 @@ class GradientBuckets:
         """Lay out the buckets; all members of the group call it, since large buckets are in symmetric memory.
 
         Args:
-            parameters: arrays of NumPy, CuPy or torch in forward order, as a sequence or a mapping from
-                names. Their shapes, dtypes and devices are those of the gradients; their values are not read,
-                and the arrays are not kept.
+            parameters: arrays in forward order, as a sequence or a mapping from names. Their shapes, dtypes and
+                devices are those of the gradients; their values are not read, and the arrays are not kept.
             bucket_cap_mb: maximum MiB per bucket; a larger gradient has its own bucket.
             first_bucket_mb: the same for the first bucket of each dtype: a small one starts early.
             group: the process group; the default group when None.
@@ -250,6 +250,7 @@ class GradientBuckets:
         return index
 
     def _store(self, index: int, view: Any, gradient: Any) -> None:
+        gradient = of_known_library(gradient)
         kind = kind_of(gradient)
         if kind != self._kinds[index]:
             raise DistTypeError(f"the gradient of {self._name(index)} is {kind}, not {self._kinds[index]}")

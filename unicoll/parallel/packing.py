@@ -51,19 +51,48 @@ class Kind(NamedTuple):
         return f"{self.family} {str(self.dtype).removeprefix('torch.')}{where}"
 
 
+def of_known_library(array: Any) -> Any:
+    """The array itself if NumPy, CuPy or torch made it; else a NumPy array over its memory, which is in host memory.
+
+    Raises:
+        DistTypeError: it is no array, or is on a device, or of a type that NumPy lacks.
+        DistArgumentError: its memory is not contiguous.
+    """
+    if _family(array) is not None:
+        return array
+    name = type(array).__name__
+    buffer = as_buffer(array)
+    if buffer.flat is None or not buffer.dtype.native:
+        raise DistTypeError(
+            f"expected an array of NumPy, CuPy or torch, or in host memory and of a type that NumPy has, got {name}"
+        )
+    if buffer.unpack is not None:
+        raise DistArgumentError(f"{name}: its memory is not contiguous; make a contiguous one first")
+    view = buffer.flat.reshape(buffer.shape)
+    view.flags.writeable = view.flags.writeable and buffer.writable
+    return view
+
+
 def kind_of(array: Any) -> Kind:
     """The array's kind; NumPy's scalars count as arrays of shape (). DistTypeError if it is not an array."""
-    if isinstance(array, np.ndarray | np.generic):
-        return Kind("numpy", "cpu", array.dtype)
-    if _is(array, "torch", "Tensor"):
-        return Kind("torch", str(array.device), array.dtype)
-    if _is(array, "cupy", "ndarray"):
-        return Kind("cupy", f"cuda:{array.device.id}", array.dtype)
+    family = _family(array)
+    if family == "numpy":
+        return Kind(family, "cpu", array.dtype)
+    if family == "torch":
+        return Kind(family, str(array.device), array.dtype)
+    if family == "cupy":
+        return Kind(family, f"cuda:{array.device.id}", array.dtype)
     raise DistTypeError(f"expected an array of NumPy, CuPy or torch, got {type(array).__name__}")
 
 
-def _is(array: Any, module: str, name: str) -> bool:
-    return isinstance(array, getattr(sys.modules.get(module), name, ()))
+def _family(array: Any) -> str | None:
+    """The library that made the array; None: another one, or it is no array."""
+    if isinstance(array, np.ndarray | np.generic):
+        return "numpy"
+    for module, name in (("torch", "Tensor"), ("cupy", "ndarray")):
+        if isinstance(array, getattr(sys.modules.get(module), name, ())):
+            return module
+    return None
 
 
 def element_type(kind: Kind) -> DType:
@@ -75,10 +104,20 @@ def element_type(kind: Kind) -> DType:
 
 
 def named(arrays: Arrays) -> tuple[list[str], list[Any]]:
-    """Names and arrays, in order; arrays of a sequence are called ``#0``, ``#1``..."""
+    """Names and arrays, in order, with :func:`of_known_library`; those of a sequence are called ``#0``, ``#1``...
+
+    What is no array is left as it is, for an error that names it.
+    """
     if isinstance(arrays, Mapping):
-        return list(arrays), list(arrays.values())
-    return [f"#{i}" for i in range(len(arrays))], list(arrays)
+        return list(arrays), [_known(array) for array in arrays.values()]
+    return [f"#{i}" for i in range(len(arrays))], [_known(array) for array in arrays]
+
+
+def _known(array: Any) -> Any:
+    try:
+        return of_known_library(array)
+    except DistTypeError:
+        return array
 
 
 def listed(names: Sequence[str]) -> str:

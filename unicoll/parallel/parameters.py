@@ -33,8 +33,7 @@ def broadcast_parameters(parameters: Arrays, src: int = 0, group: Any = None) ->
     """Overwrite every rank's arrays with those of one rank; small arrays share a message.
 
     Args:
-        parameters: arrays of NumPy, CuPy or torch, as a sequence or a mapping; the same order, shapes and
-            dtypes on every rank.
+        parameters: arrays, as a sequence or a mapping; the same order, shapes and dtypes on every rank.
         src: the global rank of the source.
         group: the process group; the default group when None.
 
@@ -57,8 +56,7 @@ def average_gradients(gradients: Arrays, group: Any = None) -> None:
     For training loops that communicate after the backward pass; :class:`GradientBuckets` overlaps the two.
 
     Args:
-        gradients: arrays of NumPy, CuPy or torch, as a sequence or a mapping; the same order, shapes and
-            dtypes on every rank.
+        gradients: arrays, as a sequence or a mapping; the same order, shapes and dtypes on every rank.
         group: the process group; the default group when None.
 
     Raises:
@@ -89,7 +87,7 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
     """Check that all ranks have bitwise equal arrays. All ranks of the group call it.
 
     Args:
-        parameters: arrays of NumPy, CuPy or torch, as a sequence or a mapping.
+        parameters: arrays, as a sequence or a mapping.
         group: the process group; the default group when None.
 
     Returns:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from unicoll.api import p2p
-from unicoll.errors import DistError, DistTypeError
-from unicoll.parallel.packing import element_type, is_contiguous, kind_of, without_history
+from unicoll.arrays.conversion import as_buffer, has_only_memory
+from unicoll.arrays.types import BY_NAME
+from unicoll.errors import DistArgumentError, DistError, DistTypeError
+from unicoll.parallel.packing import element_type, is_contiguous, kind_of, of_known_library, without_history
 from unicoll.parallel.parameters import arrays_digest
 
 if TYPE_CHECKING:
@@ -26,13 +29,14 @@ class _Description(NamedTuple):
 
     Attributes:
         path: the keys and indices that lead to it.
-        family, on_host, dtype: what :func:`unicoll.parallel.packing.kind_of` gives.
+        family, dtype: what :func:`unicoll.parallel.packing.kind_of` gives.
+        device: ``"cpu"``, ``"cuda"`` or ``"xpu"``.
         digest: of dtype, shape and bytes.
     """
 
     path: _Path
     family: str
-    on_host: bool
+    device: str
     dtype: str
     shape: tuple[int, ...]
     digest: bytes
@@ -41,7 +45,8 @@ class _Description(NamedTuple):
 class State:
     """A state dict of the user.
 
-    Its arrays are those in dicts, lists and tuples, at any depth; all other values are plain ones.
+    Its arrays are those in dicts, lists and tuples, at any depth; all other values are plain ones. Arrays are those of
+    NumPy, CuPy, torch and registered families, with DLPack, and memoryviews; not what has only the buffer protocol.
 
     Args:
         state: the dict, which :meth:`receive` changes in place.
@@ -57,9 +62,9 @@ class State:
         self._digests: dict[_Path, bytes] = {}
         for path, array in self._arrays().items():
             try:
-                element_type(kind_of(array))
-            except DistTypeError as error:
-                raise DistTypeError(f"state{_text(path)}: {error}") from None
+                element_type(kind_of(of_known_library(array)))
+            except DistArgumentError as error:
+                raise type(error)(f"state{_text(path)}: {error}") from None
 
     def digest(self) -> str:
         """SHA-256, in hex, of the arrays with their places in the dict."""
@@ -73,24 +78,10 @@ class State:
         """Send the state to member ``dst``, which calls :meth:`receive`; :meth:`digest` has been called."""
         arrays: dict[_Path, Any] = {}
         plain = _without_arrays(self._state, (), arrays)
-        described = []
-        for path, array in arrays.items():
-            kind = kind_of(array)
-            described.append(
-                tuple(
-                    _Description(
-                        path,
-                        kind.family,
-                        kind.on_host,
-                        str(kind.dtype).removeprefix("torch."),
-                        tuple(array.shape),
-                        self._digests[path],
-                    )
-                )
-            )
+        described = [tuple(_described(path, array, self._digests[path])) for path, array in arrays.items()]
         p2p.send_object_list([plain, described], group.global_rank(dst), group)
         for array in arrays.values():
-            group.send(without_history(array), dst)
+            group.send(without_history(of_known_library(array)), dst)
 
     def receive(self, group: ProcessGroup, src: int) -> None:
         """Make the state that of member ``src``: arrays of the same dtype and shape are overwritten, others replaced.
@@ -111,9 +102,9 @@ class State:
                     f"recover: rank {src} sent an array of {wanted.family!r}", rank=src, op="recover"
                 )
             array = own.get(wanted.path)
-            if array is None or not _fits(array, wanted):
+            if array is None or not _fits(of_known_library(array), wanted):
                 array = _new_array(wanted)
-            group.recv(without_history(array), src)
+            group.recv(without_history(of_known_library(array)), src)
             if _digest_of(array) != wanted.digest:
                 raise DistError(
                     f"recover: state{_text(wanted.path)} received from rank {src} does not have the digest of that"
@@ -133,11 +124,16 @@ class State:
 def _is_array(value: Any) -> bool:
     if isinstance(value, np.generic):
         return False
-    try:
+    with suppress(DistTypeError):
         kind_of(value)
+        return True
+    try:
+        as_buffer(value)
     except DistTypeError:
         return False
-    return True
+    except DistArgumentError:  # it is refused then, with its place
+        return True
+    return isinstance(value, memoryview) or not has_only_memory(type(value))
 
 
 def _without_arrays(value: Any, path: _Path, arrays: dict[_Path, Any]) -> Any:
@@ -178,6 +174,14 @@ def _fill(target: Any, plain: Any, path: _Path, arrays: Mapping[_Path, Any]) -> 
     return plain
 
 
+def _described(path: _Path, array: Any, digest: bytes) -> _Description:
+    array = of_known_library(array)
+    kind = kind_of(array)
+    device, _, _ = kind.device.partition(":")
+    dtype = str(kind.dtype).removeprefix("torch.")
+    return _Description(path, kind.family, device, dtype, tuple(array.shape), digest)
+
+
 def _fits(array: Any, wanted: _Description) -> bool:
     """True if the sender's array can be received into ``array``."""
     same = (
@@ -190,14 +194,16 @@ def _fits(array: Any, wanted: _Description) -> bool:
 def _new_array(wanted: _Description) -> Any:
     """An array of the sender's library, in host memory or on the current device."""
     library = importlib.import_module(wanted.family)
-    if wanted.family != "torch":
-        return library.empty(wanted.shape, wanted.dtype)
-    device = "cpu" if wanted.on_host else "cuda"
-    return library.empty(wanted.shape, dtype=getattr(library, wanted.dtype), device=device)
+    if wanted.family == "torch":
+        return library.empty(wanted.shape, dtype=getattr(library, wanted.dtype), device=wanted.device)
+    known = BY_NAME.get(wanted.dtype)
+    if known is not None and not known.native:
+        return library.empty(wanted.shape, getattr(importlib.import_module("ml_dtypes"), wanted.dtype))
+    return library.empty(wanted.shape, wanted.dtype)
 
 
 def _digest_of(array: Any) -> bytes:
-    return arrays_digest([""], [array])
+    return arrays_digest([""], [of_known_library(array)])
 
 
 def _text(path: _Path) -> str:
