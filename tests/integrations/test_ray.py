@@ -28,7 +28,7 @@ VARIABLES = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHO
 
 
 @contextmanager
-def started(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(program: str, *arguments: str, limit_s: float = LIMIT_S) -> Iterator[subprocess.Popen[str]]:
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, str(FOLDER / program), *arguments],
@@ -39,7 +39,7 @@ def started(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             stderr=errors,
             text=True,
         )
-        limit = threading.Timer(LIMIT_S, process.kill)
+        limit = threading.Timer(limit_s, process.kill)
         limit.start()
         try:
             yield process
@@ -68,7 +68,7 @@ def cluster() -> Iterator[str]:
     # Ray's sockets need a short path; its last processes may write while the folder is removed
     with (
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        started("ray_cluster.py", folder) as process,
+        started("ray_cluster.py", folder, limit_s=10 * LIMIT_S) as process,  # it serves all tests
     ):
         yield printed(process)
 
