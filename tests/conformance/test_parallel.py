@@ -413,6 +413,22 @@ def test_broadcast_overwrites_all_kinds_of_arrays_in_one_message_per_dtype() -> 
     assert len(launched) == 2
 
 
+@pytest.mark.torch
+@needs_torch
+@on_ranks(2)
+def test_broadcast_of_types_that_torch_does_not_copy() -> None:
+    import torch
+
+    rank = dist.get_rank()
+    bits = [torch.arange(4, dtype=torch.uint8) + rank, torch.full((2, 3), rank, dtype=torch.uint8).T]
+    for dtype in (torch.uint4, torch.float8_e8m0fnu):
+        given = [each.clone() for each in bits]
+        broadcast_parameters([each.view(dtype) for each in given], src=1)
+        assert given[0].tolist() == [1, 2, 3, 4]
+        assert given[1].tolist() == [[1] * 2] * 3
+        check_identical([each.view(dtype) for each in given])
+
+
 @on_ranks(2)
 def test_a_lone_contiguous_array_is_sent_from_where_it_lies() -> None:
     array = np.full((2, 3), float(dist.get_rank()))

@@ -136,6 +136,17 @@ def test_a_new_tensor_is_on_the_senders_type_of_device(device: str) -> None:
     empty.assert_called_once_with((2, 3), dtype=torch.bfloat16, device=device)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch is to drop quantized tensors
+def test_quantized_tensors_are_refused() -> None:
+    """The receiver would not get scale and zero point."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.quantize_per_tensor(torch.ones(3), 0.5, 1, torch.quint8)
+    with pytest.raises(
+        DistArgumentError, match=r"state\['a'\]: arrays of torch quint8 cannot be communicated"
+    ):
+        State({"a": tensor})
+
+
 @on_ranks(2)
 def test_an_array_that_does_not_have_its_digest() -> None:
     """It has changed since the sender computed the digest."""

@@ -144,13 +144,18 @@ def _no_memory(tensor: Any) -> int:
     )
 
 
+def as_integers(tensor: Any, dtype: DType) -> Any:
+    """A view whose elements torch can copy: of integers, where the tensor's type is moved only."""
+    # Such a view of a quantized tensor is not usable; torch copies these.
+    if dtype.kind != "x" or tensor.is_quantized or tensor.is_conj():
+        return tensor
+    integers = {1: "uint8", 2: "int16", 4: "int32"}[dtype.itemsize]
+    return tensor.view(getattr(sys.modules["torch"], integers))
+
+
 def _packed_tensor(source: Any, dtype: DType) -> tuple[Any, Callable[[], None]]:
     """A contiguous copy of a tensor, and the function that copies it back."""
-    if dtype.kind == "x" and not (source.is_quantized or source.is_conj()):
-        # As integers: torch has no copy of some of these types. Such a view of a quantized tensor is not usable.
-        source = source.view(
-            getattr(sys.modules["torch"], {1: "uint8", 2: "int16", 4: "int32"}[dtype.itemsize])
-        )
+    source = as_integers(source, dtype)
     packed = source.resolve_conj().resolve_neg().contiguous()
 
     def unpack() -> None:

@@ -81,6 +81,8 @@ MOVED: tuple[DType, ...] = tuple(
     for code, name in enumerate(_MOVED.split(), 18)
 )
 """Types of torch and ml_dtypes that are moved, and not reduced."""
+QUANTIZED = ("qint8", "quint8", "qint32")
+"""Of these the integers that a tensor's memory has; its scale and zero point are not communicated."""
 ALL_DTYPES: tuple[DType, ...] = (*DTYPES, *MOVED)
 BY_NAME: dict[str, DType] = {d.name: d for d in ALL_DTYPES}
 

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unicoll.arrays.conversion import as_buffer
-from unicoll.arrays.types import BY_NAME, DType
+from unicoll.arrays.torch_tensors import as_integers
+from unicoll.arrays.types import BY_NAME, QUANTIZED, DType
 from unicoll.errors import (
     BackendUnavailableError,
     DistArgumentError,
@@ -96,9 +97,10 @@ def _family(array: Any) -> str | None:
 
 
 def element_type(kind: Kind) -> DType:
-    """The element type of a kind; DistTypeError if no collective supports it."""
+    """The element type of a kind; DistTypeError if no collective supports it, or if its bytes are not its values."""
     found = BY_NAME.get(str(kind.dtype).removeprefix("torch."))
-    if found is None:
+    if found is None or found.name in QUANTIZED:
+        # Scale and zero point are not in a quantized tensor's memory: another rank's may differ.
         raise DistTypeError(f"arrays of {kind} cannot be communicated")
     return found
 
@@ -232,6 +234,9 @@ class Packer:
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         arrays = [without_history(a) for a in arrays]
+        kind = kind_of(arrays[0])
+        if kind.family == "torch":
+            arrays = [as_integers(a, element_type(kind)) for a in arrays]
         first = arrays[0]
         self._copied: list[tuple[Any, Any]] = []  # arrays, and their parts of the flat array
         if len(arrays) == 1 and is_contiguous(first):
