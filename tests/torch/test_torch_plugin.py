@@ -213,6 +213,8 @@ def test_values_of_a_queue_go_to_one_thread_each() -> None:
 
     ours: Any = UnicollBackedStore(SimpleNamespace(store=HashStore()))  # type: ignore[arg-type]
     store: Any = dist.PrefixStore("x", ours)
+    if not hasattr(store, "queue_push"):
+        pytest.skip("this torch's stores have no queues")
     popped: list[bytes] = []
     takers = [
         threading.Thread(target=lambda: popped.extend(store.queue_pop("q") for _ in range(50)))

@@ -431,9 +431,10 @@ def compiled_with_graph_breaks() -> None:
 
     expected = alone(net())
     alike(train(torch.compile(DDP(net()), backend="eager")).parameters(), expected.parameters())
-    model = fully_shard(net())
-    train(torch.compile(model, backend="eager"))
-    alike([p.full_tensor() for p in model.parameters()], expected.parameters())
+    if torch.__version__ >= "2.7":  # before, FSDP2 was on GPUs alone
+        model = fully_shard(net())
+        train(torch.compile(model, backend="eager"))
+        alike([p.full_tensor() for p in model.parameters()], expected.parameters())
 
     @torch.compile(backend="eager")
     def waited(x: torch.Tensor) -> torch.Tensor:
