@@ -202,8 +202,8 @@ def test_what_all_reduce_takes_is_a_parameter_and_a_gradient(kind: str) -> None:
     fixed.flags.writeable = False
     with pytest.raises(DistArgumentError, match="#0 is read-only"):
         average_gradients([made(fixed)])
-    with pytest.raises(DistArgumentError, match="not contiguous; make a contiguous one first"):
-        average_gradients([made(np.ones((3, 2)).T)])
+    with pytest.raises(DistArgumentError, match=r"^w: .* not contiguous; make a contiguous one first"):
+        average_gradients({"w": made(np.ones((3, 2)).T)})
 
 
 @on_ranks(2)
@@ -427,6 +427,13 @@ def test_broadcast_of_types_that_torch_does_not_copy() -> None:
         assert given[0].tolist() == [1, 2, 3, 4]
         assert given[1].tolist() == [[1] * 2] * 3
         check_identical([each.view(dtype) for each in given])
+        with pytest.raises(
+            DistTypeError, match=r"SUM|AVG is not defined for .* \(it is moved, and not reduced\)"
+        ):
+            average_gradients([each.view(dtype) for each in given])
+    other = torch.uint4 if rank else torch.float8_e8m0fnu
+    with pytest.raises(dist.CollectiveMismatchError, match="uint4"):
+        broadcast_parameters([each.view(other) for each in bits])
 
 
 @on_ranks(2)

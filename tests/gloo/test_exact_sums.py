@@ -11,7 +11,7 @@ import pytest
 
 import unicoll as dist
 from tests.support.on_ranks import on_ranks
-from tests.support.other_arrays import KINDS
+from tests.support.other_arrays import KINDS, Exported
 from tests.support.ranks import run_ranks
 from unicoll.arrays.kernels import kernel_for
 from unicoll.arrays.types import BY_NAME, ReduceOp
@@ -100,6 +100,22 @@ def test_other_arrays(kind: str) -> None:
     out = np.zeros((2, 2), np.float32)
     total.result({"a": made(out)})
     assert out.tolist() == [[2.0] * 2] * 2
+    strided = dist.ExactSum(made(np.ones((2, 3)).T))
+    strided.add(np.ones((3, 2)))
+    assert strided.result().tolist() == [[1.0] * 2] * 3
+
+
+@pytest.mark.torch
+def test_a_type_that_numpy_lacks_needs_out() -> None:
+    import torch
+
+    total = dist.ExactSum(Exported(torch.ones(2).bfloat16()))
+    total.add(torch.ones(2).bfloat16())
+    with pytest.raises(dist.DistTypeError, match=r"ExactSum.result: NumPy has no bfloat16: give .* out="):
+        total.result()
+    out = torch.zeros(2).bfloat16()
+    total.result(Exported(out))
+    assert out.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.torch

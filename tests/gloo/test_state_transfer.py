@@ -11,7 +11,7 @@ import pytest
 
 import unicoll as dist
 from tests.support.on_ranks import on_ranks
-from tests.support.other_arrays import KINDS
+from tests.support.other_arrays import KINDS, Exported
 from unicoll.errors import DistArgumentError, DistError
 from unicoll.parallel.state import State, _described, _new_array
 
@@ -169,11 +169,22 @@ def test_an_array_that_does_not_have_its_digest() -> None:
             r"state\['a'\]\[0\]\['b'\]: arrays of numpy datetime64",
         ),
         ({"a": memoryview(np.ones((2, 2)).T)}, r"state\['a'\]: memoryview: its memory is not contiguous"),
+        ({"a": memoryview(b"xy").cast("c")}, r"state\['a'\]: arrays of dtype \|S1"),
+        (
+            {"a": Exported(np.zeros(1, "M8[s]"))},
+            r"state\['a'\]: .*Exported cannot be communicated: its __dlpack__ raises",
+        ),
     ],
 )
 def test_refused_states(state: Any, text: str) -> None:
     with pytest.raises(DistArgumentError, match=text):
         State(state)
+
+
+def test_classes_are_plain_values() -> None:
+    torch = pytest.importorskip("torch")
+    plain = {"a": np.ndarray, "b": torch.Tensor, "c": np.float32, "d": Exported, "e": mock.Mock(spec=[])}
+    assert State(plain).digest() == State({}).digest()
 
 
 def test_the_digest_covers_places_types_and_shapes() -> None:

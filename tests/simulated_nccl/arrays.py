@@ -24,7 +24,7 @@ import numpy as np
 from tests.simulated_nccl.cuda import SimulatedCuda, Simulation
 from tests.simulated_nccl.memory import Chunk, Memory
 from tests.simulated_nccl.streams import Op, Range
-from unicoll.arrays.buffer import Buffer, register_current_stream
+from unicoll.arrays.buffer import Buffer, WriteBack, register_current_stream
 from unicoll.arrays.conversion import register_family
 from unicoll.arrays.types import BY_NAME, Device, DType
 from unicoll.errors import DistTypeError
@@ -364,7 +364,7 @@ def _adapt(array: Array) -> Buffer:
         raise DistTypeError(f"arrays of dtype {array.dtype.name} cannot be communicated")
     packed = array if array.contiguous else array.copy()
 
-    def unpack() -> None:
+    def copy_back() -> None:
         array[...] = packed
 
     device = Device(simulation().cuda.device_type, array.device)
@@ -377,7 +377,7 @@ def _adapt(array: Array) -> Buffer:
         array.shape,
         None,
         True,
-        None if packed is array else unpack,
+        None if packed is array else WriteBack(copy_back, array.ptr, array.strides),
         device,
         packed.ptr,
         packed.size,

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from tests.support.other_arrays import Exported
 from unicoll.arrays import conversion, dlpack
 from unicoll.arrays.conversion import Buffer, as_buffer
 from unicoll.arrays.types import BY_NAME, Device
@@ -227,3 +228,61 @@ def test_unsupported_arrays_raise() -> None:
         as_buffer(Producer(np.zeros((4, 4))[:, ::2], (2, 0)))
     with pytest.raises(DistTypeError, match="DLPack type 8"):
         as_buffer(Producer(np.zeros(3), (8, 0)))
+
+
+class Refusing:
+    """What a library raises for what DLPack lacks."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BufferError, RuntimeError, TypeError, ValueError])
+def test_what_its_library_does_not_export_is_refused(error: type[Exception]) -> None:
+    words = rf"broadcast: tensor: .*\.Refusing cannot be communicated: its __dlpack__ raises {error.__name__}: not this"
+    with pytest.raises(DistTypeError, match=words):
+        as_buffer(Refusing(error("not this")), "broadcast: tensor")
+
+
+def test_two_elements_in_a_byte() -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this torch has no float4")
+    tensor = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    buffer = as_buffer(Exported(tensor))
+    assert (buffer.dtype.name, buffer.shape) == ("float4_e2m1fn_x2", (6,))
+    assert buffer.flat is not None
+    assert buffer.flat.tolist() == list(range(6))
+
+
+class Anything:
+    """Has every attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("given", [np.ndarray, Producer, Anything(), Anything])
+def test_what_is_no_array_is_refused(given: Any) -> None:
+    with pytest.raises(DistTypeError, match="expected an array"):
+        as_buffer(given)
+
+
+def test_a_released_memoryview_is_refused() -> None:
+    view = memoryview(bytearray(4))
+    view.release()
+    with pytest.raises(DistTypeError, match="memoryview: operation forbidden on released"):
+        as_buffer(view)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex32", "float64"])
+def test_another_byte_order_is_refused(dtype: str) -> None:
+    kind = np.dtype(dtype if dtype == "float64" else getattr(pytest.importorskip("ml_dtypes"), dtype))
+    with pytest.raises(DistTypeError, match="byte order"):
+        as_buffer(np.zeros(3, kind).view(kind.newbyteorder()))

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from tests.support.other_arrays import Exported
 from unicoll.arrays.buffer import has_shared_elements
 from unicoll.arrays.conversion import as_buffer
 from unicoll.backend.call import Call
@@ -87,3 +88,45 @@ def test_calls_that_start_together() -> None:
     calls = [_call("recv", [], [_at(i, 4)], memory) for i in (8, 0, 3)]
     with pytest.raises(DistArgumentError, match="outputs 1 and 2 overlap each other, of 3 calls"):
         separate(calls, 0)
+
+
+@pytest.mark.parametrize("family", ["numpy", "torch", "DLPack"])
+@pytest.mark.parametrize(
+    ("places", "overlap"),
+    [
+        ([np.s_[0:4:2], np.s_[2:6:2]], True),  # of element 2
+        ([np.s_[0:8:2], np.s_[1:8:2]], False),
+        ([np.s_[0:8:2], np.s_[3:5]], True),  # one is contiguous
+        ([np.s_[0:8:4], np.s_[5:7]], False),
+        ([np.s_[8:0:-2], np.s_[1:9:2], np.s_[9:12]], False),
+        ([np.s_[8:0:-2], np.s_[1:9:2], np.s_[4:5]], True),
+        ([np.s_[0:0:2], np.s_[0:4:2]], False),
+    ],
+)
+def test_strided_outputs(family: str, places: list[slice], overlap: bool) -> None:
+    memory = np.arange(12)
+    if family == "torch":
+        if any(place.step is not None and place.step < 0 for place in places):
+            pytest.skip("torch has no negative strides")
+        given = [pytest.importorskip("torch").from_numpy(memory)[place] for place in places]
+    else:
+        given = [memory[place] for place in places]
+    made = [Exported(each) for each in given] if family == "DLPack" else given
+    outputs = tuple(as_buffer(each) for each in made)
+    call = Call(OPS["all_gather"], (as_buffer(np.zeros(2, int)),), outputs, 1.0)
+    taken = [set(np.arange(12)[place].tolist()) for place in places]
+    assert overlap == (len(set().union(*taken)) < sum(map(len, taken)))
+    if not overlap:
+        separate((call,), 0)
+        return
+    with pytest.raises(DistArgumentError, match=r"all_gather: outputs \d and \d overlap each other$"):
+        separate((call,), 0)
+
+
+def test_columns_of_a_matrix_do_not_overlap() -> None:
+    matrix = np.zeros((5, 4, 3))
+    columns = [as_buffer(matrix[:, i, j]) for i in range(4) for j in range(3)]
+    separate((Call(OPS["all_gather"], (as_buffer(np.zeros(5)),), tuple(columns), 1.0),), 0)
+    columns.append(as_buffer(matrix[2, 1:, 2]))
+    with pytest.raises(DistArgumentError, match="outputs 5 and 12 overlap each other"):
+        separate((Call(OPS["all_gather"], (as_buffer(np.zeros(5)),), tuple(columns), 1.0),), 0)

@@ -12,6 +12,25 @@ from unicoll.arrays.types import CPU, Device, DType
 FlatArray = np.ndarray[Any, np.dtype[Any]]
 
 
+class WriteBack:
+    """Copies the packed copy of a strided array back into the array.
+
+    Attributes:
+        address: of the array's first element.
+        strides: the array's, in bytes.
+    """
+
+    __slots__ = ("_copy", "address", "strides")
+
+    def __init__(self, copy: Callable[[], None], address: int, strides: Sequence[int]) -> None:
+        self._copy = copy
+        self.address = address
+        self.strides = tuple(strides)
+
+    def __call__(self) -> None:
+        self._copy()
+
+
 class Buffer:
     """One array of an operation.
 
@@ -29,7 +48,8 @@ class Buffer:
             device at the time of the call; None on the CPU.
         writable: True if results may be written to the array. False for read-only memory, for an array that was
             expanded, whose elements share memory, and for one whose values autograd needs for the backward pass.
-        unpack: copies a packed copy back into ``owner``; None if ``flat`` or ``ptr`` is the owner's own memory.
+        unpack: copies a packed copy back into ``owner``, a :class:`WriteBack` where the strides are known; None if
+            ``flat`` or ``ptr`` is the owner's own memory.
     """
 
     __slots__ = (

@@ -23,7 +23,14 @@ from typing import Any
 import numpy as np
 
 from unicoll.arrays import devices, dlpack
-from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, has_shared_elements, register_current_stream
+from unicoll.arrays.buffer import (
+    Adapter,
+    Buffer,
+    FlatArray,
+    WriteBack,
+    has_shared_elements,
+    register_current_stream,
+)
 from unicoll.arrays.device_runtime import LEGACY_STREAM
 from unicoll.arrays.torch_tensors import torch_family
 from unicoll.arrays.types import BY_NAME, DTYPES, Device, DType
@@ -46,7 +53,7 @@ _BY_NUMPY: dict[np.dtype[Any], DType] = {d.storage: d for d in DTYPES if d.nativ
 def _numpy_dtype(dtype: np.dtype[Any]) -> DType:
     found = _BY_NUMPY.get(dtype)
     if found is None:
-        found = BY_NAME.get(dtype.name)  # a type of ml_dtypes
+        found = BY_NAME.get(dtype.name) if dtype.isnative else None  # a type of ml_dtypes
         if found is None or found.native:
             reason = (
                 _INSTEAD.get(dtype.kind, "")
@@ -72,10 +79,11 @@ def _from_numpy(array: FlatArray) -> Buffer:
     packed = np.ascontiguousarray(array)
     flat = packed.reshape(-1).view(dtype.storage)
 
-    def unpack() -> None:
+    def copy_back() -> None:
         array[...] = packed
 
     writable = flags.writeable and not has_shared_elements(array.shape, array.strides, array.itemsize)
+    unpack = WriteBack(copy_back, array.__array_interface__["data"][0], array.strides)
     return Buffer(array, dtype, array.shape, flat, writable, unpack)
 
 
@@ -185,7 +193,9 @@ def _pack_by(
         packed.shape,
         None,
         packed.writable,
-        write_back,
+        WriteBack(write_back, unpack.address, unpack.strides)
+        if isinstance(unpack, WriteBack)
+        else write_back,
         device,
         packed.ptr,
         packed.count,
@@ -269,9 +279,11 @@ def _from_usm_interface(array: Any) -> Buffer:
             )
         packed = namespace().asarray(array, order="C")
 
-        def unpack() -> None:
+        def copy_back() -> None:
             array[...] = packed
 
+        first = int(found["data"][0] or 0) + found.get("offset", 0) * dtype.itemsize
+        unpack = WriteBack(copy_back, first, [step * dtype.itemsize for step in strides])
     pointer, read_only = packed.__sycl_usm_array_interface__["data"][0], found["data"][1]
     offset = packed.__sycl_usm_array_interface__.get("offset", 0)
     queue = found["syclobj"]
@@ -336,9 +348,11 @@ def _cupy_adapter(cupy: Any) -> Adapter:
             with cupy.cuda.Device(index):  # CuPy allocates and copies on the current one
                 packed = cupy.ascontiguousarray(array)
 
-            def unpack() -> None:
+            def copy_back() -> None:
                 with cupy.cuda.Device(index):
                     array[...] = packed
+
+            unpack = WriteBack(copy_back, array.data.ptr, array.strides)
 
         return Buffer(
             array,
@@ -360,8 +374,18 @@ def _cupy_adapter(cupy: Any) -> Adapter:
 # --- buffer protocol ----------------------------------------------------------------------------------------------
 
 
+def _memory_of(array: Any) -> memoryview:
+    kind = type(array).__name__
+    try:
+        return memoryview(array)
+    except TypeError:
+        raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind}") from None
+    except ValueError as e:  # it was released
+        raise DistTypeError(f"{kind}: {e}") from None
+
+
 def _from_memory(array: Any) -> Buffer:
-    view = memoryview(array)
+    view = _memory_of(array)
     flat = np.asarray(view)
     buffer = _from_numpy(flat)
     buffer.owner = array
@@ -479,7 +503,10 @@ def has_only_memory(kind: type) -> bool:
 
 
 def _find_adapter(kind: type, array: Any) -> Adapter:
-    if issubclass(kind, np.generic | list | tuple | int | float | complex | str | bytes) or array is None:
+    if (
+        issubclass(kind, np.generic | list | tuple | int | float | complex | str | bytes | type)
+        or array is None
+    ):
         hint = "" if array is None else f"; make an array of it with np.array, or use {_OBJECTS}"
         raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind.__name__}{hint}")
     adapter: Adapter | None = None
@@ -487,17 +514,15 @@ def _find_adapter(kind: type, array: Any) -> Adapter:
         family = _family_of(str(base.__module__))
         if family is not None and (adapter := family(kind)) is not None:
             break
-    if adapter is None and hasattr(array, "__sycl_usm_array_interface__"):
+    # Some objects have every attribute, with None or another object as its value.
+    if adapter is None and isinstance(getattr(array, "__sycl_usm_array_interface__", None), dict):
         adapter = _from_usm_interface
-    if adapter is None and hasattr(array, "__dlpack_device__"):
+    if adapter is None and hasattr(kind, "__dlpack_device__"):
         adapter = _from_dlpack
-    if adapter is None and hasattr(array, "__cuda_array_interface__"):
+    if adapter is None and isinstance(getattr(array, "__cuda_array_interface__", None), dict):
         adapter = _from_cuda_interface
     if adapter is None:
-        try:
-            memoryview(array)
-        except TypeError:
-            raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind.__name__}") from None
+        _memory_of(array)
         adapter = _from_memory
     _ADAPTERS[kind] = adapter
     return adapter

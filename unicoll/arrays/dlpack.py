@@ -27,7 +27,7 @@ ONEAPI_DEVICE = 14
 _READ_ONLY = 1
 _VERSIONED = b"dltensor_versioned"
 
-_KINDS = {
+_KINDS: dict[tuple[int, ...], str] = {
     (0, 8): "int8",
     (0, 16): "int16",
     (0, 32): "int32",
@@ -52,8 +52,9 @@ _KINDS = {
     (12, 8): "float8_e5m2",
     (13, 8): "float8_e5m2fnuz",
     (14, 8): "float8_e8m0fnu",
+    (17, 4, 2): "float4_e2m1fn_x2",
 }
-"""DLDataTypeCode and bits of unicoll's element types."""
+"""DLDataTypeCode and bits of unicoll's element types, and lanes where that is not 1."""
 
 
 class _Tensor(ctypes.Structure):
@@ -171,9 +172,15 @@ def import_memory(array: Any, stream: Any, handle: int) -> DLPackMemory:
         DistTypeError: the element type cannot be communicated.
     """
     try:
-        capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
-    except TypeError:  # a producer of a DLPack version before 1.0
-        capsule = array.__dlpack__(stream=stream)
+        try:
+            capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
+        except TypeError:  # a producer of a DLPack version before 1.0
+            capsule = array.__dlpack__(stream=stream)
+    except (BufferError, RuntimeError, TypeError, ValueError) as e:
+        what = f"{type(array).__module__}.{type(array).__name__}"
+        raise DistTypeError(
+            f"{what} cannot be communicated: its __dlpack__ raises {type(e).__name__}: {e}"
+        ) from e
     name = _get_name(capsule)
     address = _get_pointer(capsule, name)
     read_only = False
@@ -182,7 +189,7 @@ def import_memory(array: Any, stream: Any, handle: int) -> DLPackMemory:
         tensor, read_only = managed.tensor, bool(managed.flags & _READ_ONLY)
     else:
         tensor = _Tensor.from_address(address)
-    found = _KINDS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    found = _KINDS.get((tensor.code, tensor.bits, tensor.lanes)[: 2 if tensor.lanes == 1 else 3])
     if found is None:
         raise DistTypeError(
             f"DLPack arrays of type code {tensor.code} with {tensor.bits} bits and {tensor.lanes} lanes"

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from unicoll.arrays import devices
-from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, has_shared_elements, register_current_stream
+from unicoll.arrays.buffer import (
+    Adapter,
+    Buffer,
+    FlatArray,
+    WriteBack,
+    has_shared_elements,
+    register_current_stream,
+)
 from unicoll.arrays.types import ALL_DTYPES, Device, DType
 from unicoll.errors import DistTypeError
 
@@ -158,10 +165,10 @@ def _packed_tensor(source: Any, dtype: DType) -> tuple[Any, Callable[[], None]]:
     source = as_integers(source, dtype)
     packed = source.resolve_conj().resolve_neg().contiguous()
 
-    def unpack() -> None:
+    def copy_back() -> None:
         source.copy_(packed)
 
-    return packed, unpack
+    return packed, WriteBack(copy_back, source.data_ptr(), [n * dtype.itemsize for n in source.stride()])
 
 
 def _cuda_stream(torch: Any, index: int) -> Callable[[], int]:

@@ -5,21 +5,27 @@ the backend, the transport and the size. Inputs that an output overlaps are ther
 place, in which a rank's own part of the data stays where it is: :func:`_is_in_place`. Outputs that overlap each other
 have no right result, and are refused.
 
-Memory is compared by addresses. Arrays that are packed (:mod:`unicoll.arrays.conversion`) share none.
+Memory is compared by addresses. Inputs that are packed (:mod:`unicoll.arrays.conversion`) share none with outputs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
+from math import gcd
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from unicoll.arrays.buffer import WriteBack
 from unicoll.arrays.conversion import Buffer, copy_of
 from unicoll.backend.call import Call
 from unicoll.backend.ops import Sizes
 from unicoll.errors import DistArgumentError
+
+_MOST_WORK = 100_000
+"""Of np.shares_memory, whose problem is NP-complete in the number of dimensions."""
 
 
 def separate_one(call: Call, rank: int) -> None:
@@ -43,17 +49,15 @@ def separate(calls: Sequence[Call], rank: int) -> None:
     Raises:
         DistArgumentError: outputs overlap each other; or inputs, of a device library that cannot copy them.
     """
+    outputs = [buffer for call in calls for buffer in call.outputs]
+    if len(outputs) > 1 and any(buffer.unpack is not None for buffer in outputs):
+        _check_packed(calls, outputs)
     if _own_their_memory([buffer for call in calls for buffer in _arrays(call)]):
         return
-    first = calls[0]
-    outputs = [buffer for call in calls for buffer in call.outputs]
     spans = sorted((*_span(buffer), i) for i, buffer in enumerate(outputs) if buffer.count)
     for (_, end, i), (start, _, j) in pairwise(spans):
         if start < end:
-            name, batch = first.op.name, f", of {len(calls)} calls in one batch" if len(calls) > 1 else ""
-            raise DistArgumentError(
-                f"{name}: outputs {min(i, j)} and {max(i, j)} overlap each other{batch}", op=name
-            )
+            raise _overlapping(calls, i, j)
     for call in calls:
         if call.inputs is call.outputs:
             continue
@@ -67,6 +71,94 @@ def separate(calls: Sequence[Call], rank: int) -> None:
                 buffer if keep else copy_of(buffer, name)
                 for buffer, keep in zip(call.inputs, kept, strict=True)
             )
+
+
+def _overlapping(calls: Sequence[Call], i: int, j: int) -> DistArgumentError:
+    name, batch = calls[0].op.name, f", of {len(calls)} calls in one batch" if len(calls) > 1 else ""
+    return DistArgumentError(
+        f"{name}: outputs {min(i, j)} and {max(i, j)} overlap each other{batch}", op=name
+    )
+
+
+class _Place(NamedTuple):
+    """The elements of an array in memory.
+
+    Attributes:
+        low, high: addresses of its first byte, and after its last.
+        number: among the outputs.
+        address: of its first element.
+        step: the distances of all its elements from the first are multiples of it.
+        shape, strides, itemsize: the array's, in bytes.
+    """
+
+    low: int
+    high: int
+    number: int
+    address: int
+    step: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    itemsize: int
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """For NumPy, which does not read the memory."""
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": f"|V{self.itemsize}",
+            "data": (self.address, True),
+            "strides": self.strides,
+        }
+
+
+def _place(buffer: Buffer, number: int) -> _Place:
+    itemsize, unpack, shape = buffer.dtype.itemsize, buffer.unpack, buffer.shape
+    if not isinstance(unpack, WriteBack):
+        start = buffer.address
+        return _Place(start, start + buffer.nbytes, number, start, itemsize, shape, None, itemsize)
+    address, strides = unpack.address, unpack.strides
+    low, high, step = address, address + itemsize, 0
+    for stride, count in zip(strides, shape, strict=True):
+        if count > 1:
+            step = gcd(step, stride)
+            if stride < 0:
+                low += stride * (count - 1)
+            else:
+                high += stride * (count - 1)
+    return _Place(low, high, number, address, step, shape, strides, itemsize)
+
+
+def _check_packed(calls: Sequence[Call], outputs: Sequence[Buffer]) -> None:
+    """Raise if outputs overlap of which some are packed: their packed copies do not, but all are written back."""
+    places = sorted(_place(buffer, i) for i, buffer in enumerate(outputs) if buffer.count)
+    if _are_interleaved(places):
+        return
+    for at, place in enumerate(places, 1):
+        for other in islice(places, at, None):
+            if other.low >= place.high:
+                break
+            i, j = place.number, other.number
+            if outputs[i].device == outputs[j].device and _share(place, other):
+                raise _overlapping(calls, i, j)
+
+
+def _are_interleaved(places: Sequence[_Place]) -> bool:
+    """True if arrays have different bytes of each step, as the columns of a matrix have."""
+    step = gcd(*(place.step for place in places))
+    if not step:
+        return False
+    used = sorted((place.address % step, place.itemsize) for place in places)
+    starts = [start for start, _ in used]
+    following = (*starts[1:], starts[0] + step)
+    return all(start + size <= end for (start, size), end in zip(used, following, strict=True))
+
+
+def _share(place: _Place, other: _Place) -> bool:
+    try:
+        return np.shares_memory(np.asarray(place), np.asarray(other), _MOST_WORK)  # type: ignore[arg-type]
+    except RuntimeError:  # it would take more work; arrays that a program makes by slicing take little
+        return False
 
 
 def _arrays(call: Call) -> tuple[Buffer, ...]:

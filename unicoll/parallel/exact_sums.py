@@ -16,7 +16,7 @@ from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import ALL_DTYPES
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.net.timeouts import Timeout
-from unicoll.parallel.packing import flat_like, of_known_library
+from unicoll.parallel.packing import flat_like, is_of_known_library
 
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
@@ -240,5 +240,11 @@ class ExactSum:
 
 
 def _new_like(array: Any) -> Any:
-    array = of_known_library(array)
-    return flat_like(array, as_buffer(array).count).reshape(array.shape)
+    buffer = as_buffer(array)
+    if is_of_known_library(array):
+        return flat_like(array, buffer.count).reshape(array.shape)
+    if not buffer.dtype.native:
+        raise DistTypeError(
+            f"ExactSum.result: NumPy has no {buffer.dtype}: give the arrays for the result, out="
+        )
+    return np.empty(buffer.shape, buffer.dtype.storage)

@@ -86,6 +86,11 @@ def kind_of(array: Any) -> Kind:
     raise DistTypeError(f"expected an array of NumPy, CuPy or torch, got {type(array).__name__}")
 
 
+def is_of_known_library(array: Any) -> bool:
+    """True if NumPy, CuPy or torch made it."""
+    return _family(array) is not None
+
+
 def _family(array: Any) -> str | None:
     """The library that made the array; None: another one, or it is no array."""
     if isinstance(array, np.ndarray | np.generic):
@@ -99,27 +104,29 @@ def _family(array: Any) -> str | None:
 def element_type(kind: Kind) -> DType:
     """The element type of a kind; DistTypeError if no collective supports it, or if its bytes are not its values."""
     found = BY_NAME.get(str(kind.dtype).removeprefix("torch."))
-    if found is None or found.name in QUANTIZED:
-        # Scale and zero point are not in a quantized tensor's memory: another rank's may differ.
-        raise DistTypeError(f"arrays of {kind} cannot be communicated")
+    if found is None or found.name in QUANTIZED:  # another rank's scale may differ
+        reason = "" if found is None else ": their scale and zero point are not in their memory"
+        raise DistTypeError(f"arrays of {kind} cannot be communicated{reason}")
     return found
 
 
 def named(arrays: Arrays) -> tuple[list[str], list[Any]]:
     """Names and arrays, in order, with :func:`of_known_library`; those of a sequence are called ``#0``, ``#1``...
 
-    What is no array is left as it is, for an error that names it.
+    Raises:
+        DistTypeError, DistArgumentError: as that function, with the name.
     """
     if isinstance(arrays, Mapping):
-        return list(arrays), [_known(array) for array in arrays.values()]
-    return [f"#{i}" for i in range(len(arrays))], [_known(array) for array in arrays]
-
-
-def _known(array: Any) -> Any:
-    try:
-        return of_known_library(array)
-    except DistTypeError:
-        return array
+        names, given = list(arrays), list(arrays.values())
+    else:
+        names, given = [f"#{i}" for i in range(len(arrays))], list(arrays)
+    found = []
+    for name, array in zip(names, given, strict=True):
+        try:
+            found.append(of_known_library(array))
+        except DistArgumentError as e:
+            raise type(e)(f"{name}: {e}") from None
+    return names, found
 
 
 def listed(names: Sequence[str]) -> str:
@@ -234,9 +241,6 @@ class Packer:
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         arrays = [without_history(a) for a in arrays]
-        kind = kind_of(arrays[0])
-        if kind.family == "torch":
-            arrays = [as_integers(a, element_type(kind)) for a in arrays]
         first = arrays[0]
         self._copied: list[tuple[Any, Any]] = []  # arrays, and their parts of the flat array
         if len(arrays) == 1 and is_contiguous(first):
@@ -244,7 +248,10 @@ class Packer:
         else:
             shapes = [array.shape for array in arrays]
             self.flat = flat_like(first, sum(map(math.prod, shapes)))
-            self._copied = list(zip(arrays, parts(self.flat, shapes), strict=True))
+            self._copied = [
+                (_copyable(array), _copyable(part))
+                for array, part in zip(arrays, parts(self.flat, shapes), strict=True)
+            ]
 
     def pack(self) -> None:
         for array, part in self._copied:
@@ -255,6 +262,12 @@ class Packer:
             array[...] = part
 
 
+def _copyable(array: Any) -> Any:
+    """A view of an array of which the library can copy the elements."""
+    kind = kind_of(array)
+    return as_integers(array, element_type(kind)) if kind.family == "torch" else array
+
+
 def is_contiguous(array: Any) -> bool:
     """True if the elements are in C order without gaps."""
     return bool(array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous)
@@ -262,8 +275,10 @@ def is_contiguous(array: Any) -> bool:
 
 def check_writable(name: str, array: Any) -> None:
     """Raise DistArgumentError for a read-only array, DistTypeError if it is not an array of a supported dtype."""
-    kind = kind_of(array)
-    element_type(kind)
+    try:
+        element_type(kind_of(array))
+    except DistTypeError as e:
+        raise DistTypeError(f"{name}: {e}") from None
     if isinstance(array, np.generic):
         raise DistTypeError(f"{name} is a NumPy scalar, not an array; results cannot be written to it")
     if isinstance(array, np.ndarray) and not array.flags.writeable:

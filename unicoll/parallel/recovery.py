@@ -94,7 +94,7 @@ def recover(
         state: a dict of arrays, plain values, and dicts, lists and tuples of these; changed in place. Arrays of the
             same dtype and shape are overwritten, others are replaced: by tensors on the current device of the sender's
             type, by arrays of CuPy, and else by NumPy arrays. A bytearray, and what else has only the buffer protocol,
-            is a plain value; a memoryview is an array.
+            is a plain value; a memoryview is an array. Arrays of other libraries have to be contiguous.
         step: number of steps that ``state`` has; None takes ``state["step"]``, or 0 without it.
         min_size: with fewer ranks than the launcher started, but at least this number, the group is made of those
             that have come when ``wait`` is over. Their ranks are consecutive, in the order of the launcher's. None: all

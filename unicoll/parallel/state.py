@@ -129,9 +129,9 @@ def _is_array(value: Any) -> bool:
         return True
     try:
         as_buffer(value)
-    except DistTypeError:
-        return False
-    except DistArgumentError:  # it is refused then, with its place
+    except DistTypeError:  # it is refused with its place if it is an array
+        return isinstance(value, memoryview) or hasattr(type(value), "__dlpack_device__")
+    except DistArgumentError:
         return True
     return isinstance(value, memoryview) or not has_only_memory(type(value))
 
