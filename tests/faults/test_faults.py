@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -342,12 +343,20 @@ def test_interpreters_end_without_destroy(size: int) -> None:
 
 
 def test_interpreters_end_with_work_in_flight() -> None:
-    with joined(3, fresh=True) as job:
+    """Rank 0's fails if it hears that the others have left before it closes its groups."""
+    with joined(3, fresh=True, quiet=False) as job:
         job.call(jobs.leave_work_behind)
         assert not any(o.failure for o in job.collect(30)), job.report()
         start = time.monotonic()
-        assert job.wait_for_exit(40) == [0] * 3
+        codes = job.wait_for_exit(40)
         print(f"ended after {time.monotonic() - start:.1f} s")
+        texts = [job.stderr(rank) for rank in range(3)]
+        assert texts[1:] == ["", ""]
+        assert codes == [120 if texts[0] else 0, 0, 0]
+        if texts[0]:
+            assert re.fullmatch(
+                "no call has raised this error, .* has left the job: its program ended\n", texts[0]
+            )
 
 
 @pytest.mark.parametrize("who", [0, 2])
