@@ -284,6 +284,12 @@ def test_the_deadline_of_a_client_is_the_callers(monkeypatch: pytest.MonkeyPatch
     assert len(attempts) > 3
 
 
+def test_a_server_that_is_known_to_run_is_not_awaited(port: int):
+    """Else this call would last an hour."""
+    with pytest.raises(DistNetworkError, match=r"no store could be reached at 127\.0\.0\.1"):
+        TCPStore("127.0.0.1", port, timeout=3600.0, wait_for_workers=False, retry=False)
+
+
 def test_waiting_for_workers(pool: ThreadPoolExecutor, port: int):
     options = {"timeout": 30.0, "secret": SECRET}
     others = [pool.submit(TCPStore, "127.0.0.1", port, 3, False, **options) for _ in range(2)]

@@ -124,15 +124,6 @@ def device_of(array: Any) -> tuple[int, int]:
     return int(kind), int(index)
 
 
-class WritableMemory:
-    """The array interface of a NumPy array without its read-only flag; keeps the array alive."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
-        interface = array.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-
-
 class _HostMemory:
     """The array interface of memory in host memory, with the bits of types that NumPy lacks; keeps the memory."""
 

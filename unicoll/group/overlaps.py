@@ -115,6 +115,7 @@ class _Place(NamedTuple):
 def _place(buffer: Buffer, number: int) -> _Place:
     itemsize, unpack, shape = buffer.dtype.itemsize, buffer.unpack, buffer.shape
     if not isinstance(unpack, WriteBack):
+        # The array's own memory, or a packed copy: an array whose strides are not known is compared with none.
         start = buffer.address
         return _Place(start, start + buffer.nbytes, number, start, itemsize, shape, None, itemsize)
     address, strides = unpack.address, unpack.strides

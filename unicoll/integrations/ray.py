@@ -40,7 +40,6 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import Backend, BroadcastOptions, ReduceOptions
 
 import unicoll
-from unicoll.arrays.dlpack import WritableMemory
 from unicoll.bootstrap.rendezvous_protocol import JobRecord, StoreLocation
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, StoreTimeoutError
 from unicoll.group.process_group import ProcessGroup
@@ -58,6 +57,15 @@ if TYPE_CHECKING:
 log = logs.logger("ray")
 
 __all__ = ["BACKEND", "TorchConfig", "UnicollGroup"]
+
+
+class _WritableMemory:
+    """The array interface of a NumPy array without its read-only flag; keeps the array alive."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
 class _BackendName(str):
@@ -196,7 +204,7 @@ def _outputs(*arrays: Any, written: bool = True) -> Iterator[list[Any]]:
     yield used
     for array, result in zip(arrays, used, strict=True):
         if result is not array:
-            np.asarray(WritableMemory(array)).view(array.dtype)[...] = result
+            np.asarray(_WritableMemory(array)).view(array.dtype)[...] = result
 
 
 def _is_rays(array: Any) -> bool:

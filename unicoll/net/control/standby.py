@@ -96,7 +96,8 @@ class Standby:
             used.close()
         host, port = address
         secret = Secret(self._key, "the job")
-        self._used = TCPStore(host, port, None, False, _STORE_TIMEOUT, False, secret=secret)
+        # The calling thread detects lost ranks. It must not wait here for a process that has ended in the meantime.
+        self._used = TCPStore(host, port, None, False, _STORE_TIMEOUT, False, secret=secret, retry=False)
         self._used.set_timeout(timeout)
         self.store = SignedStore(PrefixStore("unicoll", self._used), self._key)
 

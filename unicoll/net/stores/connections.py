@@ -58,8 +58,11 @@ class ConnectionPool:
         self._users: dict[Connection, object | None] = {}  # None for a connection that is idle
         self._lock = threading.RLock()  # else a shutdown could reach a new socket with the same descriptor
 
-    def connect(self, deadline: float) -> None:
+    def connect(self, deadline: float, retry: bool = True) -> None:
         """Makes the first connection; retries until the deadline, since the server may start later.
+
+        Args:
+            retry: False for a server that is known to run: where it cannot be reached it has ended.
 
         Raises:
             AuthenticationError: a server of another job or protocol answers. DistNetworkError: no server was reached
@@ -85,7 +88,7 @@ class ConnectionPool:
                 silent_since = None
                 if cause is None or not late:  # a late attempt fails by the deadline, not by the server
                     cause = error
-                if time.monotonic() >= deadline:
+                if not retry or time.monotonic() >= deadline:
                     waited = time.monotonic() - started
                     within = f" within {waited:.3g} s" if waited >= 0.001 else ""
                     raise DistNetworkError(

@@ -60,6 +60,7 @@ class TCPStore(RequestStore):
         use_libuv: accepted for compatibility, without effect.
         secret: the job's secret; None reads it from the environment (:func:`unicoll.net.secret.find_secret`).
         bind: addresses for the master to listen on, comma-separated, instead of the rule above.
+        retry: False: a server that cannot be reached is an error at once, and not awaited until the timeout.
 
     Raises:
         AuthenticationError: the server has another secret, or is another program.
@@ -81,6 +82,7 @@ class TCPStore(RequestStore):
         *,
         secret: Secret | None = None,
         bind: str | None = None,
+        retry: bool = True,
     ) -> None:
         super().__init__(timeout)
         deadline = time.monotonic() + self._timeout
@@ -96,7 +98,7 @@ class TCPStore(RequestStore):
             hosts = connect_addresses(addresses)
         self._attach(ConnectionPool(hosts, port, secret, join_hostport(host, port)), server, host)
         try:
-            self._pool.connect(deadline)
+            self._pool.connect(deadline, retry)
             if world_size is not None and world_size > 0 and wait_for_workers:
                 self._join(world_size, deadline)
         except BaseException:
