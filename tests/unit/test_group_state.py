@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unicoll.backend import Call, Context
+from unicoll.backend import Call, Context, group_state
 from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistError, GroupAbortedError, RankLostError
@@ -98,6 +98,9 @@ class Control:
     def group_failure(self, group: str) -> DistError | None:
         return self.failure
 
+    def relay_settled(self) -> bool:
+        return True
+
     def announce_failure(self, group: str, members: Any, error: DistError) -> DistError:
         self.announced.append(error)
         return error
@@ -117,3 +120,19 @@ def test_a_connection_that_ends_raises_what_is_known() -> None:
     with pytest.raises(RankLostError, match=r"barrier.*: rank 1 closed its connection") as lost:
         state_of(control).fail_peer(1, "rank 1 closed its connection")
     assert control.announced == [lost.value]
+
+
+def test_a_notice_may_come_from_the_next_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to wait for the notice begins when this process is connected to the relay that replaces another one."""
+    monkeypatch.setattr(group_state, "_NOTICE_S", 0.0)
+    control, died = Control(), Control(died=True)
+    settled = iter([False, False, False])
+
+    def relay_settled() -> bool:
+        if next(settled, True):
+            control.departed, control.find_lost_rank = died.departed, died.find_lost_rank
+        return False
+
+    monkeypatch.setattr(control, "relay_settled", relay_settled)
+    with pytest.raises(RankLostError, match=r"barrier.*: rank 2 died"):
+        state_of(control).fail_peer(1, "rank 1 closed its connection")

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 """How often a thread that waits checks the group and the deadline."""
 _NOTICE_S = 0.5
-"""How long the notice of a rank's end, or of the group's failure, may take to arrive."""
+"""How long the notice of a rank's end, or of the group's failure, may take to arrive.
+
+A relay that replaces another one checks ranks that have not connected to it at shorter intervals.
+"""
 
 
 class GroupState:
@@ -119,15 +122,21 @@ class GroupState:
     def find_ended_member(self, peer: int) -> tuple[int, str] | None:
         """The member whose end has closed a connection to ``peer``, and how it ended; waits 0.5 s for the notice.
 
-        None if no member has ended, and as soon as the group has failed.
+        While another process takes the relay over, it waits for that first. None if no member has ended, and as soon
+        as the group has failed.
         """
         context, control = self.context, self.context.job.control
         deadline = time.monotonic() + _NOTICE_S
-        while control is not None and self.error is None and time.monotonic() < deadline:
+        while control is not None and self.error is None:
             if (failure := control.group_failure(context.name)) is not None:
                 self.abort(failure)
             elif (rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)) is not None:
                 return context.ranks.index(rank), control.departed[rank]
+            elif not control.relay_settled():
+                # No notice arrives before this process is connected to the new relay.
+                deadline = time.monotonic() + _NOTICE_S
+            elif time.monotonic() >= deadline:
+                break
         return None
 
     def lost_error(self, peer: int, reason: str) -> DistError:

@@ -349,7 +349,7 @@ class ControlClient:
     def replacement_store(self) -> Store | None:
         """The store that replaces the job's store, or None if that still exists; waits during a takeover."""
         if threading.current_thread() is not self._thread:
-            self._changed.wait_for(self._relay_settled, _TAKEOVER_S)
+            self._changed.wait_for(self.relay_settled, _TAKEOVER_S)
         return self._standby.store
 
     def await_relay_loss(self, ranks: Iterable[int]) -> None:
@@ -360,7 +360,7 @@ class ControlClient:
     def _relay_ended(self) -> bool:
         return self._relay_rank in self.departed
 
-    def _relay_settled(self) -> bool:
+    def relay_settled(self) -> bool:
         """True unless this process is about to connect to a new relay."""
         rank = self._relay_rank
         return (

@@ -36,9 +36,8 @@ _WAIT_ERRORS = ("OperationTimeoutError", "RankLostError", "DeadlockError")
 _NOTICE_INTERVAL_S = 60.0
 """Shortest time between two such failures of which a rank outside of the group is notified."""
 
-_FIRST_CHECK_S, _CHECK_S = 0.1, 0.5
-"""Seconds until the first check, and between checks, of ranks that have not connected to a relay that replaces
-another one."""
+_CHECK_S = 0.1
+"""Shortest time between checks of ranks that have not connected to a relay that replaces another one."""
 
 
 class PeerInfo(NamedTuple):
@@ -156,7 +155,7 @@ class Relay(FrameServer):
         super().__init__([host], key, b"control", "unicoll-relay", rank, listener)
         self._takeover = takeover
         self._host_timeout = host_timeout
-        self._check_time = time.monotonic() + _FIRST_CHECK_S
+        self._check_time = time.monotonic() + _CHECK_S
         self._size = size
         self._connected: dict[int, Client] = {}
         self._members: dict[int, _Member] = {}
@@ -269,7 +268,7 @@ class Relay(FrameServer):
 
     def _check_expected(self, takeover: Takeover) -> None:
         """Detect expected ranks that have ended: the kernel accepts connections only while the process is alive."""
-        self._check_time = time.monotonic() + _CHECK_S
+        start = time.monotonic()
         for rank, info in list(takeover.expected.items()):
             try:
                 socket.create_connection((info.address, info.port), 1.0).close()
@@ -278,6 +277,9 @@ class Relay(FrameServer):
                 self._unannounced.append(departure_of(rank, _Member(rank, info).describe(), takeover.how))
             except OSError:
                 continue  # the process may be alive but overloaded
+        # A host that does not answer takes the whole second: messages are forwarded for as long as checks have taken.
+        end = time.monotonic()
+        self._check_time = end + max(_CHECK_S, end - start)
 
     def _forward(self, ranks: Any, message: dict[str, Any]) -> None:
         self._announce_departures()  # before any other message
@@ -307,7 +309,7 @@ class Relay(FrameServer):
         if self._takeover is not None and missing and time.monotonic() >= self._check_time:
             self._check_expected(self._takeover)
         self._announce_departures()
-        waits = [super().wait_seconds(), self._deadlocks.wait_seconds(), _FIRST_CHECK_S if missing else None]
+        waits = [super().wait_seconds(), self._deadlocks.wait_seconds(), _CHECK_S if missing else None]
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def tick(self) -> None:
