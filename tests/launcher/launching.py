@@ -72,6 +72,16 @@ class LaunchFolder:
             given["stdin"] = subprocess.DEVNULL
         return subprocess.run([sys.executable, *arguments], check=False, **given | options)
 
+    def turn_clock_back(self) -> dict[str, str]:
+        """A variable for processes whose wall clock goes back by an hour each time that it is read."""
+        source = """
+        import itertools, time
+        clock = itertools.count(time.time(), -3600)
+        time.time = lambda: next(clock)
+        """
+        self.script(source, "clock/sitecustomize.py")
+        return {"PYTHONPATH": os.pathsep.join([str(self.path / "clock"), environment()["PYTHONPATH"]])}
+
     def pids(self, number: int) -> list[int]:
         """The pids that so many processes of the job have written to files named ``pid.*``."""
         files: list[Path] = []

@@ -210,7 +210,9 @@ def test_no_replacement_once_a_worker_has_ended(folder: LaunchFolder) -> None:
     assert "replacement" not in done.stderr
 
 
-def test_a_failed_worker_that_does_not_end_is_replaced(folder: LaunchFolder) -> None:
+@pytest.mark.parametrize("clock", ["right", "goes back"])
+def test_a_failed_worker_that_does_not_end_is_replaced(folder: LaunchFolder, clock: str) -> None:
+    variables = {} if clock == "right" else folder.turn_clock_back()
     folder.script(
         """
         import os, threading, time
@@ -220,7 +222,7 @@ def test_a_failed_worker_that_does_not_end_is_replaced(folder: LaunchFolder) -> 
             raise KeyError("the first")
         """
     )
-    done = folder.launch("-n", "2", "--replace", "--grace=0.1", "work.py")
+    done = folder.launch("-n", "2", "--replace", "--grace=0.1", "work.py", **variables)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"[default{rank}]:{count}" for rank in (0, 1) for count in (0, 1)

@@ -570,7 +570,9 @@ def test_requested_dumps_of_a_job_that_succeeds_are_mentioned(folder: LaunchFold
     assert "\nunicoll.run: the last calls of the ranks: python -m unicoll.trace /" in "\n" + done.stderr
 
 
-def test_the_first_failure_is_the_root_cause(folder: LaunchFolder) -> None:
+@pytest.mark.parametrize("clock", ["right", "goes back"])
+def test_the_first_failure_is_the_root_cause(folder: LaunchFolder, clock: str) -> None:
+    variables = {} if clock == "right" else folder.turn_clock_back()
     script = folder.script(
         """
         import os, time
@@ -599,7 +601,7 @@ def test_the_first_failure_is_the_root_cause(folder: LaunchFolder) -> None:
         train()
         """
     )
-    done = folder.launch("--nproc-per-node=3", "--grace=60", script)
+    done = folder.launch("--nproc-per-node=3", "--grace=60", script, **variables)
     assert done.returncode == 1
     tracebacks, _, banner = done.stderr.partition("\n\n====")
     # the last one, unless rank 1's came a second later

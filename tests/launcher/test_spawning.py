@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import re
@@ -47,6 +48,18 @@ def fail_in_consequence(rank: int) -> None:
         raise RankLostError("rank 1 is gone", rank=1)
     time.sleep(0.3)
     raise KeyError("the cause")
+
+
+def die_one_after_the_other(rank: int, folder: str) -> None:
+    if rank == 0:
+        wait_until(
+            lambda: os.path.exists(f"{folder}/pid") and all_gone([int(Path(folder, "pid").read_text())])
+        )
+        time.sleep(1)  # the parent detects the first end
+    else:
+        Path(folder, "new").write_text(str(os.getpid()))
+        os.rename(f"{folder}/new", f"{folder}/pid")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail_without_ending(rank: int) -> None:
@@ -115,6 +128,18 @@ def test_the_cause_is_raised_not_its_consequence(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("unicoll.api.spawn._CAUSE_SECONDS", BOUND)  # rank 1 may start late
     with pytest.raises(SpawnError, match="KeyError: 'the cause'") as caught:
         spawn(fail_in_consequence, nprocs=2)
+    assert caught.value.rank == 1
+
+
+def test_the_first_failure_is_raised_though_the_clock_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(time.time(), -3600)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    context = spawn(die_one_after_the_other, (str(tmp_path),), nprocs=2, join=False)
+    assert context is not None
+    with pytest.raises(SpawnError) as caught:
+        context.join(grace_period=BOUND)
     assert caught.value.rank == 1
 
 

@@ -237,8 +237,9 @@ class ProcessContext:
         for rank, process in enumerate(self.processes):
             record = read_record(self._error_file(rank))
             if process.exitcode or (process.exitcode is None and record is not None and record.final):
-                detected = self._detected.setdefault(rank, time.time() - DETECTION_DELAY)
-                ended = record.time if record is not None else detected
+                detected = self._detected.setdefault(rank, time.monotonic() - DETECTION_DELAY)
+                recorded = record.time if record is not None else None
+                ended = detected if recorded is None else recorded
                 consequence = record is not None and record.consequence
                 exitcode = process.exitcode or 1
                 failures.append(_Failure(consequence, ended, rank, process.pid or 0, exitcode, record))

@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 MAX_JSON = 1 << 29
@@ -23,7 +24,8 @@ _LINKS = 40
 def write_whole(path: str, data: bytes, mode: int = 0o600, directory: int | None = None) -> None:
     """Write a file: readers see its old content or the new one.
 
-    A device, a pipe or a link that this user or root owns is written in place; one of another user is replaced.
+    A device or a pipe that this user or root owns, and what a link of theirs leads to, is written in place; what
+    belongs to another user is replaced.
 
     Args:
         directory: descriptor of the directory that a relative path starts from, in place of the working directory.
@@ -32,17 +34,16 @@ def write_whole(path: str, data: bytes, mode: int = 0o600, directory: int | None
         OSError: it cannot be written, and the old content is left as it was; a directory of the path is a link of
             another user.
     """
-    where, name = os.path.split(path)
-    folder = open_directory(where, directory)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    folder, name = _split(path, directory)
     try:
-        with suppress(FileNotFoundError):
-            found = os.lstat(name, dir_fd=folder)
-            if not stat.S_ISREG(found.st_mode) and is_trusted_owner(found):
-                _write(os.open(name, flags | os.O_TRUNC, mode, dir_fd=folder), data)
-                return
+        name, found, followed = _follow(folder, name)
+        is_file = found is not None and stat.S_ISREG(found.st_mode)
+        if found is not None and is_trusted_owner(found) and (followed or not is_file):
+            _write(_open_in_place(folder, name, found), data)
+            return
         temporary = f".{secrets.token_hex(8)}.tmp"
-        descriptor = os.open(temporary, flags | os.O_EXCL, mode, dir_fd=folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, mode, dir_fd=folder)
         try:
             _write(descriptor, data)
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -57,19 +58,80 @@ def write_whole(path: str, data: bytes, mode: int = 0o600, directory: int | None
         os.close(folder)
 
 
+def _split(path: str, start: int | None) -> tuple[int, str]:
+    """A descriptor of a file's directory, and its name there."""
+    where, name = os.path.split(path)
+    if not name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    return open_directory(where, start), name
+
+
+def _follow(folder: int, name: str) -> tuple[str, os.stat_result | None, bool]:
+    """Follow the links of this user and root from a name in a directory; returns the last name, what it is, and if
+    there was a link.
+
+    The descriptor ``folder`` becomes that of the last name's directory. A link of another user, and one of /proc, is
+    not followed.
+    """
+    for links in range(_LINKS):
+        try:
+            part = os.open(name, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+        except FileNotFoundError:
+            return name, None, links > 0
+        try:
+            found = os.fstat(part)
+            if not stat.S_ISLNK(found.st_mode) or not is_trusted_owner(found) or _is_of_proc(found):
+                return name, found, links > 0
+            # The text of the link that was checked: another one may have its name by now.
+            target = os.readlink("", dir_fd=part)
+        finally:
+            os.close(part)
+        following, name = _split(target, folder)
+        os.dup2(following, folder, inheritable=False)
+        os.close(following)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def _open_in_place(folder: int, name: str, found: os.stat_result) -> int:
+    """A descriptor to write to what was ``found``; OSError if it was replaced since."""
+    if stat.S_ISLNK(found.st_mode):  # of /proc: what the file has was written by others
+        return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, dir_fd=folder)
+    descriptor = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        opened = os.fstat(descriptor)
+        if not os.path.samestat(found, opened):
+            raise OSError(errno.EPERM, "it was replaced while it was opened")
+        if stat.S_ISREG(opened.st_mode):
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_of_proc(found: os.stat_result) -> bool:
+    """True for the links of /proc/self/fd, which lead to open files and have no path: /dev/stdout is a link to one."""
+    with suppress(OSError):
+        return found.st_dev == os.stat("/proc").st_dev
+    return False
+
+
 def _write(descriptor: int, data: bytes) -> None:
     with open(descriptor, "wb") as file:
         file.write(data)
 
 
-def read_json(path: str) -> Any:
+def read_json(path: str, directory: int | None = None) -> Any:
     """The content of a regular file of at most 512 MiB with JSON.
+
+    Args:
+        directory: descriptor of the directory that a relative path starts from, in place of the working directory.
 
     Raises:
         OSError: it cannot be read. It is something else, whose end might never come, or is larger.
         ValueError: it is not JSON, or nested too deeply.
     """
-    with open(path, "rb", opener=_open_at_once) as file:
+    with open(path, "rb", opener=partial(_open_at_once, directory)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", path)
@@ -82,13 +144,13 @@ def read_json(path: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def open_directory(path: str, start: int | None = None, make: bool = False) -> int:
+def open_directory(path: str, start: int | None = None, make: int = 0) -> int:
     """A descriptor of a directory (``O_PATH``), to which no link of another user leads.
 
     Args:
         path: "" is the directory from which it starts.
         start: descriptor of a directory, in place of the working directory.
-        make: make what is missing, for this user only.
+        make: make what is missing, with this mode; 0 is an error.
 
     Raises:
         OSError: it cannot be opened. A part of the path is a link of another user.
@@ -105,7 +167,7 @@ def open_directory(path: str, start: int | None = None, make: bool = False) -> i
                 if not make:
                     raise
                 with suppress(FileExistsError):
-                    os.mkdir(name, 0o700, dir_fd=folder)
+                    os.mkdir(name, make, dir_fd=folder)
                 part = _open_part(name, folder)
             try:
                 found = os.fstat(part)
@@ -143,8 +205,8 @@ def _open_part(name: str, folder: int | None) -> int:
         return os.open(name, flags, dir_fd=folder)
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+def _open_at_once(directory: int | None, path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, dir_fd=directory)
 
 
 def open_own_directory(path: str) -> int:
@@ -154,7 +216,7 @@ def open_own_directory(path: str) -> int:
         OSError: as :func:`open_directory`. It belongs to another user, or every user can replace files in it: all may
             write to it, and it has no sticky bit.
     """
-    folder = open_directory(path, make=True)
+    folder = open_directory(path, make=0o700)
     found = os.fstat(folder)
     others_can_replace = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
     if is_trusted_owner(found) and not others_can_replace:
@@ -163,6 +225,25 @@ def open_own_directory(path: str) -> int:
     if others_can_replace:
         raise OSError(errno.EPERM, "every user can replace files in it", path)
     raise OSError(errno.EPERM, f"it belongs to user {found.st_uid}", path)
+
+
+def make_directory(prefix: str, folder: int) -> tuple[str, int]:
+    """Make a directory that only this user can use, with a random name after ``prefix``: its name and a descriptor.
+
+    Args:
+        folder: descriptor of the directory to make it in.
+
+    Raises:
+        OSError: it cannot be made, or another user has replaced it.
+    """
+    name = f"{prefix}{secrets.token_hex(8)}"
+    os.mkdir(name, 0o700, dir_fd=folder)
+    made = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    found = os.fstat(made)
+    if not is_trusted_owner(found):
+        os.close(made)
+        raise OSError(errno.EPERM, f"it belongs to user {found.st_uid}", name)
+    return name, made
 
 
 def is_trusted_owner(found: os.stat_result) -> bool:

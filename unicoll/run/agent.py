@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 
 from unicoll.net.interfaces import require_descriptors
@@ -63,8 +62,7 @@ class Agent:
                 self._console.log(f"got {self._signals.exit_signal.name}")
             if guard is not None:
                 guard.stop()
-            if not logs.kept:
-                shutil.rmtree(logs.path, ignore_errors=True)
+            logs.close()
 
     def _run_attempts(self, launch: Launch) -> int:
         nodes, most = launch.nodes, 0 if self._options.replaces else self._options.max_restarts

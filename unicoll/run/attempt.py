@@ -17,15 +17,15 @@ from unicoll.net import logs
 from unicoll.net.control.departures import ENDED_KEY, exit_key
 from unicoll.net.formatting import ranks_text
 from unicoll.net.signal_handlers import is_caught
-from unicoll.run.args import LaunchOptions
+from unicoll.run.args import ERR, LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
 from unicoll.run.failure import Failure, last_stderr_lines, report, root_cause, summary
 from unicoll.run.job import job_variable
 from unicoll.run.nodes import Cause, NodeEnd, Nodes, Placement
-from unicoll.run.output import Console, OutputPipe, OutputPipes
+from unicoll.run.output import Console, OutputPipes
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
 from unicoll.run.signals import SignalQueue
-from unicoll.run.tracebacks import ExceptionRecord, Tracebacks, read_record
+from unicoll.run.tracebacks import ExceptionRecord, Tracebacks
 from unicoll.run.workers import AttemptFiles, LogFiles, Worker, shared_environment, start_worker
 
 log = logs.logger("run")
@@ -89,7 +89,7 @@ class Attempt:
         self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signal_time = 0.0
         self._left: list[int] = []  # processes that did not end
-        self._stopping_since: float | None = None  # wall clock of the first signal to the workers
+        self._stopping_since: float | None = None  # the first signal to the workers
         self._kill_time: float | None = None
         self._hang_check = 0.0
         self._tracebacks = Tracebacks()
@@ -162,7 +162,7 @@ class Attempt:
             self._poll(self._poll_timeout())
             self._handle_signals()
             for worker in [worker for worker in self._workers if worker.status is None and worker.poll()]:
-                worker.ended = time.time()
+                worker.ended = time.monotonic()
                 self._record_end(worker)
             self._check_hanging_failures()
             self._check_nodes()
@@ -230,7 +230,7 @@ class Attempt:
                 self._store(ENDED_KEY, str(worker.rank))
             return
         if self._stopping_since is not None:
-            if record is None or record.time > self._stopping_since:
+            if record is None or (record.time or worker.ended) > self._stopping_since:
                 worker.stopped = True
                 return
             if worker.status < 0:
@@ -287,10 +287,10 @@ class Attempt:
             return
         self._hang_check = time.monotonic() + _HANG_CHECK_INTERVAL
         for worker in self._workers:
-            if worker.status is None and os.path.exists(worker.error_file):
+            if worker.status is None:
                 record = self._read_record(worker)
                 if record is not None and record.final and self._may_replace():
-                    if time.time() > record.time + self._options.grace:
+                    if time.monotonic() > (record.time or 0.0) + self._options.grace:
                         kill_group(worker.pid, signal.SIGKILL)
                 elif record is not None and record.final and not self._pending_signals:
                     self._nodes.announce(f"rank {worker.rank}: {record.message}")
@@ -299,7 +299,7 @@ class Attempt:
     def _read_record(self, worker: Worker) -> ExceptionRecord | None:
         """The worker's recorded exception; if it ended the program, its traceback is scheduled for output."""
         if worker.record is None:
-            record = read_record(worker.error_file)
+            record = worker.files.read_record()
             if record is None or not record.final:
                 return record
             worker.record = record
@@ -326,7 +326,7 @@ class Attempt:
     def _send(self, number: signal.Signals) -> None:
         """Signal all workers' process groups, also those whose leader has ended but left children."""
         if self._stopping_since is None:
-            self._stopping_since = time.time()
+            self._stopping_since = time.monotonic()
         if number == signal.SIGKILL:
             self._kill_time = time.monotonic()
             self._pending_signals.clear()
@@ -471,11 +471,13 @@ class Attempt:
     def _complete_log(self, worker: Worker) -> None:
         if worker.record is None:
             return
-        if isinstance(worker.stderr, OutputPipe):
+        if worker.stderr is not None:
             worker.stderr.copy_lines(worker.record.traceback)
-        if worker.log is not None:
+        if worker.logs_stderr:
             try:
-                with open(worker.log, "a", encoding="utf-8", errors="backslashreplace") as log:
-                    log.write(worker.record.traceback)
+                with worker.files.open(ERR, "ab") as log:
+                    log.write(worker.record.traceback.encode("utf-8", "backslashreplace"))
             except OSError as error:
-                self._console.log(f"{worker.log}: {error.strerror}; it lacks the traceback")
+                self._console.log(
+                    f"rank {worker.rank}'s log of stderr: {error.strerror}; it lacks the traceback"
+                )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
 import shlex
-import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from unicoll.net.files import read_json
+from unicoll.net.files import open_directory, read_json
 
 TRACE_VARIABLE = "UNICOLL_TRACE_DIR"
 _PREFIX = "unicoll_trace_"
@@ -30,7 +30,6 @@ class TraceDirectory:
     """
 
     def __init__(self, environ: Mapping[str, str], logs: str | None, attempt: int = 0) -> None:
-        self._started = time.time()
         self._path = environ.get(TRACE_VARIABLE)
         self._is_new = self._path is None
         if self._path is None:
@@ -40,6 +39,7 @@ class TraceDirectory:
             self._path = os.path.abspath(self._path)
         if self._path and attempt and (logs or not self._is_new):
             self._path = os.path.join(self._path, f"attempt_{attempt}")
+        self._before = {} if self._is_new else dict(self._dumps())
 
     @property
     def environment(self) -> dict[str, str]:
@@ -52,9 +52,9 @@ class TraceDirectory:
         If the job has not failed, a new directory is removed, unless a dump in it was requested: the program has
         handled the failures.
         """
-        dumps = self._dumps()
+        dumps = [path for path, version in self._dumps() if self._before.get(path) != version]
         if self._is_new and not failed and not any(map(_is_requested, dumps)):
-            shutil.rmtree(str(self._path), ignore_errors=True)
+            _remove(str(self._path))
             return ""
         return "; ".join(_reader(folder) for folder in sorted({os.path.dirname(dump) for dump in dumps}))
 
@@ -63,20 +63,20 @@ class TraceDirectory:
         """The command that reads the dumps; "" if the launcher does not know where they are."""
         return _reader(self._path) if self._path else ""
 
-    def _dumps(self) -> list[str]:
-        """The files of dumps that are of this launch; those of a job with a name are in a folder of that name.
+    def _dumps(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """The files of dumps, each with what changes when it is written again.
 
-        In a directory of the user folders may have dumps of others.
+        Those of a job with a name are in a folder of that name. In a directory of the user folders may have dumps of
+        others.
         """
         path = self._path or os.devnull
-        found = []
         for folder in _folders(path) if self._is_new else [path]:
             with suppress(OSError), os.scandir(folder) as entries:  # it does not exist
                 for entry in entries:
                     with suppress(OSError):
-                        if _FILE.match(entry.name) and entry.stat().st_mtime >= self._started - 1:
-                            found.append(entry.path)
-        return found
+                        if _FILE.match(entry.name):
+                            found = entry.stat()
+                            yield entry.path, (found.st_ino, found.st_mtime_ns)
 
 
 def _reader(directory: str) -> str:
@@ -93,22 +93,42 @@ def _folders(directory: str) -> list[str]:
 def remove_old_dumps() -> None:
     """Remove this user's dumps in the temporary directory in whose directory nothing has changed for a week."""
     before = time.time() - _KEPT_S
-    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
-        for entry in entries:
-            if _DIRECTORY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                found = entry.stat(follow_symlinks=False)
-                if found.st_uid == os.geteuid() and found.st_mtime < before:
-                    _remove(entry.path)
+    with suppress(OSError):
+        for name in filter(_DIRECTORY.fullmatch, os.listdir(tempfile.gettempdir())):
+            _remove(os.path.join(tempfile.gettempdir(), name), before)
 
 
-def _remove(directory: str) -> None:
-    """Remove the dumps in a directory and its folders, and those that then are empty."""
-    for folder in reversed(_folders(directory)):
-        with suppress(OSError):
-            for name in os.listdir(folder):
-                if _FILE.match(name) or _TORCH_FILE.match(name):
-                    os.unlink(os.path.join(folder, name))
-            os.rmdir(folder)
+def _remove(directory: str, before: float = math.inf) -> None:
+    """Remove the dumps in a directory of this user and its folders, and those that then are empty.
+
+    Args:
+        before: seconds since the epoch; nothing in the directory itself may have changed since.
+    """
+    with suppress(OSError):
+        where, name = os.path.split(directory)
+        parent = open_directory(where)
+        try:
+            _remove_folder(name, parent, before)
+        finally:
+            os.close(parent)
+
+
+def _remove_folder(name: str, parent: int, before: float, inside: bool = False) -> None:
+    # By descriptor: where other users may rename it, the name may be that of another directory at any time.
+    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid() or found.st_mtime >= before:
+            return
+        for each in os.listdir(folder):
+            with suppress(OSError):
+                if _FILE.match(each) or _TORCH_FILE.match(each):
+                    os.unlink(each, dir_fd=folder)
+                elif not inside:
+                    _remove_folder(each, folder, math.inf, inside=True)
+    finally:
+        os.close(folder)
+    os.rmdir(name, dir_fd=parent)
 
 
 def _is_requested(path: str) -> bool:

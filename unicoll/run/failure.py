@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 
+from unicoll.net.files import write_whole
 from unicoll.net.formatting import printable, ranks_text, signal_name
 from unicoll.run.nodes import Cause
 from unicoll.run.tracebacks import CONSEQUENCES, DETECTION_DELAY, describe_exit, keys
@@ -37,8 +38,14 @@ def _is_consequence(worker: Worker) -> bool:
 
 
 def _time(worker: Worker) -> float:
-    """When it failed, in seconds since the epoch."""
-    return worker.failure.time if worker.failure is not None else worker.ended - DETECTION_DELAY
+    """When it failed, on the clock of ``time.monotonic``."""
+    recorded = worker.failure.time if worker.failure is not None else None
+    return worker.ended - DETECTION_DELAY if recorded is None else recorded
+
+
+def _wall_time(at: float) -> float:
+    """The time of a clock of ``time.monotonic`` in seconds since the epoch, as the clock on the wall is now."""
+    return time.time() - (time.monotonic() - at)
 
 
 def _cause(worker: Worker) -> str:
@@ -123,12 +130,11 @@ class Failure:
             "message": _cause(self.root),
             "extraInfo": {
                 "py_callstack": record.traceback if record is not None else "",
-                "timestamp": str(int(_time(self.root))),
+                "timestamp": str(int(_wall_time(_time(self.root)))),
             },
             "errorCode": self.root.status,
         }
-        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump({"message": message}, file)
+        write_whole(path, json.dumps({"message": message}).encode(), 0o644)
 
 
 def report(title: str, lines: Sequence[str], cause: Cause, reader: str, first: Cause | None = None) -> str:
@@ -167,7 +173,7 @@ def _entry(worker: Worker, keeps_files: bool, node: int | None) -> list[str]:
     return [
         *_place(worker, _time(worker), node),
         f"  exitcode  : {status} (pid: {worker.pid}){by_signal}",
-        f"  error_file: {worker.error_file if record and keeps_files else '<N/A>'}",
+        f"  error_file: {worker.files.error_file if record and keeps_files else '<N/A>'}",
         f"  traceback : {first_line(_cause(worker))}{' (above)' if record else ''}",
     ]
 
@@ -193,7 +199,7 @@ def _named_entry(worker: Worker, root: Worker, keeps_files: bool, node: int | No
     return [
         *_place(worker, at, node),
         f"  exitcode  : {end}",
-        f"  error_file: {f'{root.error_file} (of rank {root.rank})' if keeps_files else '<N/A>'}",
+        f"  error_file: {f'{root.files.error_file} (of rank {root.rank})' if keeps_files else '<N/A>'}",
         f"  traceback : none; rank {root.rank} names it: {first_line(_cause(root))} (above)",
     ]
 
@@ -202,7 +208,7 @@ def _place(worker: Worker, at: float, node: int | None) -> list[str]:
     return [
         "[0]:",
         *([f"  node      : {node}"] if node is not None else ()),
-        f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(at))}",
+        f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(_wall_time(at)))}",
         f"  host      : {socket.gethostname()}",
         f"  rank      : {worker.rank} (local_rank: {worker.local_rank})",
     ]

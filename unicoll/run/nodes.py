@@ -22,7 +22,7 @@ class Cause(NamedTuple):
         exit_code: the launcher's.
         entry: lines of the report.
         consequence: True if it only reports the failure of another rank.
-        time: in seconds since the epoch.
+        time: on the clock of ``time.monotonic``; where causes of several nodes are compared, on that of node 0.
     """
 
     summary: str

@@ -226,9 +226,10 @@ def _is_terminal(fd: int) -> bool:
 class LogFile:
     """A file that the launcher writes; after an error it is not written any more, and the console says so."""
 
-    def __init__(self, path: str, console: Console) -> None:
+    def __init__(self, file: BinaryIO, path: str, console: Console) -> None:
         self._console = console
-        self._file: BinaryIO | None = open(path, "wb", buffering=0)
+        self._path = path
+        self._file: BinaryIO | None = file
 
     def write(self, data: bytes) -> None:
         if self._file is None or not data:
@@ -236,7 +237,7 @@ class LogFile:
         try:
             self._file.write(data)
         except OSError as error:
-            text = f"unicoll.run: {self._file.name}: {error.strerror}; no longer written\n"
+            text = f"unicoll.run: {self._path}: {error.strerror}; no longer written\n"
             self._console.write(2, os.fsencode(text))
             self.close()
 

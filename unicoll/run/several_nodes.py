@@ -60,6 +60,8 @@ _STORE_S = 30.0
 """Seconds for which the store may refuse requests before its launcher counts as lost."""
 _LEAVE_S = 5.0
 """Seconds that the launcher with the store waits at its end for the others to leave."""
+_LAST = 1e18
+"""A time after those of all failures, in seconds."""
 _FINAL = "end"
 """The operation in the announcement of a launcher that ends, so that the attempt is not repeated."""
 
@@ -182,7 +184,7 @@ class SeveralNodes(Nodes):
                     raise
                 raise DistError(f"the workers' store: {error}") from error
         first_rank = sum(nprocs[: self._rank])
-        first_cause = min(causes, key=lambda cause: cause.time, default=None)
+        first_cause = next(iter(causes), None)  # all that know it agreed on it
         return Placement(attempt, self._rank, first_rank, sum(nprocs), environment, store, first_cause)
 
     def announce(self, what: str, final: bool = False) -> None:
@@ -227,8 +229,9 @@ class SeveralNodes(Nodes):
         options = self._options
         deadline = time.monotonic() + options.grace + options.shutdown_timeout + 2 * _CONNECT_S
         ends, lost = [], ""
+        own = None if end.cause is None else self._on_clock_of_node_0(end.cause)
         try:
-            ends = self._exchange({"cause": end.cause, "may_restart": end.may_restart}, deadline)
+            ends = self._exchange({"cause": own, "may_restart": end.may_restart}, deadline)
         except DistError as error:
             lost = self._lost() or str(error)
         self._agreed = True
@@ -238,7 +241,7 @@ class SeveralNodes(Nodes):
         announced = self._announced()
         if announced is not None and announced.op == _FINAL:
             return NodeEnd(_plain_cause(printable(str(announced))), False)
-        causes = [] if end.cause is None else [(self._rank, end.cause)]
+        causes = [] if own is None else [(self._rank, own)]
         for rank, each in enumerate(ends):
             if rank != self._rank and each["cause"] is not None:
                 causes.append((rank, _of_another_node(_received(each["cause"]))))
@@ -252,6 +255,11 @@ class SeveralNodes(Nodes):
         _, cause = min(causes, key=lambda each: (each[1].consequence, each[0] != first, each[1].time))
         may_restart = end.may_restart and not self._has_ended()
         return NodeEnd(cause, may_restart and all(each["may_restart"] for each in ends))
+
+    def _on_clock_of_node_0(self, cause: Cause) -> Cause:
+        """The cause with its time on the clock of node 0, so that all nodes find the same one to be the first."""
+        offset = self._control.measure_clock() if self._control is not None else None
+        return cause._replace(time=_LAST if offset is None else cause.time + offset.seconds)
 
     def close(self) -> None:
         self._close_job()
@@ -529,7 +537,7 @@ class SeveralNodes(Nodes):
 
 def _plain_cause(text: str) -> Cause:
     """The cause that is no worker's failure."""
-    return Cause(text, 1, [f"  {text}"], False, time.time())
+    return Cause(text, 1, [f"  {text}"], False, _LAST)
 
 
 def _received(packed: Sequence[Any]) -> Cause:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from unicoll.net.files import read_json
 from unicoll.net.formatting import ranks_text, signal_name
 
 _VARIES = re.compile(r"\b(?i:pid) \d+|#\d+\b|\b0x[0-9a-fA-F]+\b")
@@ -24,14 +24,14 @@ class ExceptionRecord(NamedTuple):
     """An uncaught exception that a worker has recorded.
 
     Attributes:
-        time: seconds since the epoch.
+        time: on the clock of ``time.monotonic``; None if it was not written by worker_main.py.
         traceback: as printed, with unicoll's own frames folded.
         named: the ranks that it names as missing or lost, or as the only one whose call differs.
         consequence: True if it only reports the failure of another rank.
         final: True if it certainly ended the program (worker_main.py wrote it), not perhaps only a function.
     """
 
-    time: float
+    time: float | None
     message: str
     traceback: str
     consequence: bool
@@ -39,12 +39,13 @@ class ExceptionRecord(NamedTuple):
     named: tuple[int, ...] = ()
 
 
-def read_record(path: str) -> ExceptionRecord | None:
-    """Read an error file in torch's format; None if it does not exist or is malformed."""
+def read_record(path: str, directory: int | None = None) -> ExceptionRecord | None:
+    """Read an error file in torch's format; None if it does not exist or is malformed.
+
+    ``directory`` is the descriptor of the directory that a relative path starts from.
+    """
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-            modified = os.fstat(file.fileno()).st_mtime
+        content = read_json(path, directory)
         message = content["message"]
         extra = content.get("unicoll", {})
         if isinstance(message, str):
@@ -54,7 +55,8 @@ def read_record(path: str) -> ExceptionRecord | None:
             callstack = message.get("extraInfo", {}).get("py_callstack")
             traceback = extra.get("traceback") or callstack or text
         return ExceptionRecord(
-            time=extra["time_ns"] / 1e9 if "time_ns" in extra else modified,
+            # The clock of another time namespace may be ahead.
+            time=min(extra["monotonic_ns"] / 1e9, time.monotonic()) if "monotonic_ns" in extra else None,
             message=str(text),
             traceback=str(traceback),
             consequence=any(name in CONSEQUENCES for name in extra.get("classes", ())),

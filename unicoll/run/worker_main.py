@@ -23,7 +23,7 @@ _SIGKILL = 9
 
 _pid = 0  # of the worker; forked children have another one
 _recorded: BaseException | None = None  # the exception that the launcher prints
-_hook: Any = None  # the module unicoll.net.excepthook, or another module of the same file
+_modules: dict[str, Any] = {}  # modules of unicoll.net, or others of the same files
 
 
 def main() -> None:
@@ -207,25 +207,27 @@ def _show(kind: type[BaseException], value: BaseException, trace: TracebackType 
 
 
 def _excepthook() -> Any:
-    """:mod:`unicoll.net.excepthook`, by its path if the program does not import unicoll; None on failure."""
-    global _hook
-    _hook = _hook or sys.modules.get("unicoll.net.excepthook")
-    if _hook is not None:
-        return _hook
-    try:
-        import os
-        from importlib.util import module_from_spec, spec_from_file_location
+    """:mod:`unicoll.net.excepthook`; None on failure."""
+    return _module("excepthook")
 
-        path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "net", "excepthook.py")
-        spec = spec_from_file_location("_unicoll_excepthook", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        _hook = module
-        return _hook
-    except Exception:
-        return None
+
+def _module(name: str) -> Any:
+    """A module of :mod:`unicoll.net`, by its path if the program does not import it; None on failure."""
+    if (found := _modules.get(name) or sys.modules.get(f"unicoll.net.{name}")) is None:
+        try:
+            import os
+            from importlib.util import module_from_spec, spec_from_file_location
+
+            path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "net", f"{name}.py")
+            spec = spec_from_file_location(f"_unicoll_{name}", path)
+            assert spec is not None
+            assert spec.loader is not None
+            found = module_from_spec(spec)
+            spec.loader.exec_module(found)
+        except Exception:
+            return None
+    _modules[name] = found
+    return found
 
 
 def record(error: BaseException) -> str | None:
@@ -237,7 +239,7 @@ def record(error: BaseException) -> str | None:
         import os
         import time
 
-        now = time.time_ns()
+        wall, monotonic = time.time(), time.monotonic_ns()
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not path:
             return None
@@ -253,18 +255,16 @@ def record(error: BaseException) -> str | None:
         content = {
             "message": {
                 "message": summary,
-                "extraInfo": {"py_callstack": text, "timestamp": str(now // 1_000_000_000)},
+                "extraInfo": {"py_callstack": text, "timestamp": str(int(wall))},
             },
             "unicoll": {
-                "time_ns": now,
+                "monotonic_ns": monotonic,
                 "classes": [f"{c.__module__}.{c.__qualname__}" for c in type(cause).__mro__],
                 "named": _named_ranks(cause),
                 "traceback": shown or text,
             },
         }
-        with open(f"{path}.{os.getpid()}", "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(content, file)
-        os.replace(file.name, path)
+        _module("files").write_whole(path, json.dumps(content).encode())
     except Exception:
         return None
     return path

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
+from unicoll.net.files import make_directory, open_directory
 from unicoll.net.secret import KeyText
 from unicoll.run.args import ERR, OUT, LaunchOptions
 from unicoll.run.nodes import Placement
 from unicoll.run.output import Console, LineCopies, LogFile, OutputPipe, OutputPipes
-from unicoll.run.tracebacks import ExceptionRecord
+from unicoll.run.tracebacks import ExceptionRecord, read_record
 
 _WORKER_MAIN = str(Path(__file__).with_name("worker_main.py"))
 _TAIL_SIZE = 16 << 10
@@ -27,19 +30,49 @@ _STREAMS = {OUT: "stdout", ERR: "stderr"}
 class LogFiles:
     """The launch's directory: ``<log_dir>/<run_id>_<random>/attempt_<N>/<local_rank>/``, as torchrun's.
 
-    Without ``--log-dir`` it is a temporary directory, which is removed at the end unless streams are logged there
-    (``kept`` is True).
+    Without ``--log-dir`` it is in the temporary directory, and is removed at the end unless streams are logged there
+    (``kept`` is True). OSError if it cannot be made.
+
+    Attributes:
+        folder: its descriptor.
     """
 
     def __init__(self, options: LaunchOptions) -> None:
         wanted = any(any(each.values()) for each in (options.redirects, options.tees, options.matches))
         self.kept = options.log_dir is not None or wanted
         # Absolute, because the workers may change their working directory.
-        base = options.log_dir and os.path.abspath(options.log_dir)
-        if base is not None:
-            os.makedirs(base, exist_ok=True)
+        base = os.path.abspath(tempfile.gettempdir() if options.log_dir is None else options.log_dir)
         name = "".join(c if c.isalnum() or c in "-_.:" else "_" for c in options.run_id)
-        self.path = tempfile.mkdtemp(prefix=f"{name}_" if base else "unicoll_run_", dir=base)
+        parent = open_directory(base, make=0o777)
+        try:
+            # Opened once: other users may write to the directories above, and exchange this one by its name.
+            name, self.folder = make_directory(f"{name}_" if options.log_dir else "unicoll_run_", parent)
+        finally:
+            os.close(parent)
+        self.path = os.path.join(base, name)
+
+    def make(self, name: str) -> None:
+        """Make a directory in it."""
+        os.mkdir(name, dir_fd=self.folder)
+
+    def open(self, name: str, mode: str) -> BinaryIO:
+        """Open a file in it, unbuffered, by its path from here."""
+        try:
+            file = open(name, mode, buffering=0, opener=partial(os.open, mode=0o666, dir_fd=self.folder))
+        except OSError as error:
+            error.filename = os.path.join(self.path, name)
+            raise
+        return cast(BinaryIO, file)
+
+    def log_file(self, name: str, console: Console) -> LogFile:
+        """A new file in it that the launcher writes."""
+        return LogFile(self.open(name, "wb"), os.path.join(self.path, name), console)
+
+    def close(self) -> None:
+        """Close the descriptor of the directory, and remove it if it is not kept."""
+        os.close(self.folder)
+        if not self.kept:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 class AttemptFiles:
@@ -50,25 +83,47 @@ class AttemptFiles:
     """
 
     def __init__(self, options: LaunchOptions, logs: LogFiles, number: int, console: Console) -> None:
-        self._path = os.path.join(logs.path, f"attempt_{number}")
-        os.makedirs(self._path)
+        self._logs, self._name = logs, f"attempt_{number}"
+        logs.make(self._name)
         self.copies: dict[int, LineCopies] = {}
         for which, texts in options.matches.items():
             if texts:
-                path = os.path.join(self._path, f"filtered_{_STREAMS[which]}.log")
-                self.copies[which] = LineCopies(texts, LogFile(path, console))
+                file = logs.log_file(f"{self._name}/filtered_{_STREAMS[which]}.log", console)
+                self.copies[which] = LineCopies(texts, file)
 
-    def directory(self, local_rank: int, replacement: int = 0) -> str:
+    def of_worker(self, local_rank: int, replacement: int = 0) -> WorkerFiles:
         """A new directory for a worker's files."""
-        name = f"{local_rank}" + (f"_replacement_{replacement}" if replacement else "")
-        path = os.path.join(self._path, name)
-        os.makedirs(path)
-        return path
+        name = f"{self._name}/{local_rank}" + (f"_replacement_{replacement}" if replacement else "")
+        self._logs.make(name)
+        return WorkerFiles(self._logs, name)
 
     def close(self) -> None:
         """Close the files of copied lines."""
         for each in self.copies.values():
             each.close()
+
+
+class WorkerFiles:
+    """The directory of one worker: its error file, and the log files of its streams."""
+
+    def __init__(self, logs: LogFiles, name: str) -> None:
+        self._logs, self._name = logs, name
+        self.error_file = os.path.join(logs.path, name, "error.json")
+
+    def read_record(self) -> ExceptionRecord | None:
+        """The exception in the error file; None if it does not exist or is malformed."""
+        return read_record(f"{self._name}/error.json", self._logs.folder)
+
+    def open(self, which: int, mode: str) -> BinaryIO:
+        """Open the log file of OUT or ERR."""
+        return self._logs.open(self._log(which), mode)
+
+    def log_file(self, which: int, console: Console) -> LogFile:
+        """A new log file of OUT or ERR that the launcher writes."""
+        return self._logs.log_file(self._log(which), console)
+
+    def _log(self, which: int) -> str:
+        return f"{self._name}/{_STREAMS[which]}.log"
 
 
 @dataclass(eq=False)
@@ -77,11 +132,11 @@ class Worker:
 
     Attributes:
         status: None while it runs; then its exit code, or ``-N`` if signal N killed it.
-        ended: when its end was detected, in seconds since the epoch.
+        ended: when its end was detected, on the clock of ``time.monotonic``.
         stopped: True if the launcher's signal ended it.
         prints: True if it prints its traceback to the launcher's own stderr; else the launcher prints it.
-        log: the log file of its stderr that the launcher writes, or None.
-        stderr: the source of :attr:`tail`: its stream, or the path of the file that it writes itself.
+        logs_stderr: True if the launcher writes its stderr to a log file.
+        stderr: its stream of stderr; None if it writes that to the console or a file itself.
         record: the exception that ended its program, once the launcher has read it.
         failure: the last exception that it has recorded, if it has failed.
         replacement: its number among the processes that were started for its rank.
@@ -90,10 +145,10 @@ class Worker:
     rank: int
     local_rank: int
     process: subprocess.Popen[bytes]
-    error_file: str
+    files: WorkerFiles
     prints: bool
-    log: str | None
-    stderr: OutputPipe | str | None = None
+    logs_stderr: bool = False
+    stderr: OutputPipe | None = None
     status: int | None = None
     ended: float = 0.0
     stopped: bool = False
@@ -125,17 +180,17 @@ class Worker:
     @property
     def shows_stderr(self) -> bool:
         """True if what it writes to stderr appears on the console."""
-        return self.prints or (isinstance(self.stderr, OutputPipe) and self.stderr.is_shown)
+        return self.prints or (self.stderr is not None and self.stderr.is_shown)
 
     @property
     def tail(self) -> str:
         """The last lines of its stderr, as far as the launcher has them."""
-        if isinstance(self.stderr, str):
-            with contextlib.suppress(OSError), open(self.stderr, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_SIZE))
-                return file.read().decode("utf-8", "replace")
-            return ""
-        return self.stderr.tail if self.stderr is not None else ""
+        if self.stderr is not None:
+            return self.stderr.tail
+        with contextlib.suppress(OSError), self.files.open(ERR, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_SIZE))
+            return file.read().decode("utf-8", "replace")
+        return ""
 
 
 def shared_environment(
@@ -193,14 +248,13 @@ def start_worker(
 
     ``replacement`` is its number among the processes that are started for this rank; 0 is the first.
     """
-    directory = files.directory(local_rank, replacement)
-    error_file = os.path.join(directory, "error.json")
+    own_files = files.of_worker(local_rank, replacement)
     environment = {
         **shared,
         "RANK": str(rank),
         "LOCAL_RANK": str(_shown_local_rank(options, local_rank)),
         "ROLE_RANK": str(rank),
-        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_ERROR_FILE": own_files.error_file,
     }
     if replacement:
         environment |= {
@@ -210,14 +264,9 @@ def start_worker(
     if options.devices:
         environment |= options.devices[local_rank]
     out, err = (_destination(options, local_rank, which) for which in (OUT, ERR))
-    paths = {
-        which: os.path.join(directory, f"{_STREAMS[which]}.log")
-        for which, each in ((OUT, out), (ERR, err))
-        if each.to_file
-    }
     with contextlib.ExitStack() as opened:
         logs = [
-            opened.enter_context(open(paths[which], "wb")) if each.to_file and not each.to_pipe else None
+            opened.enter_context(own_files.open(which, "wb")) if each.to_file and not each.to_pipe else None
             for which, each in ((OUT, out), (ERR, err))
         ]
         if cpus := options.affinity.get(local_rank):
@@ -232,13 +281,12 @@ def start_worker(
             start_new_session=True,
         )
     prints = not err.to_pipe and not err.to_file
-    path = paths.get(ERR)
-    log = path if err.to_pipe else None
-    worker = Worker(rank, local_rank, process, error_file, prints, log, path, replacement=replacement)
+    logs_stderr = err.to_pipe and err.to_file
+    worker = Worker(rank, local_rank, process, own_files, prints, logs_stderr, replacement=replacement)
     prefix = _prefix(options, rank, local_rank)
     for which, each, pipe in ((OUT, out, process.stdout), (ERR, err, process.stderr)):
         if pipe is not None:
-            file = LogFile(paths[which], console) if each.to_file else None
+            file = own_files.log_file(which, console) if each.to_file else None
             fd = os.dup(pipe.fileno())
             pipe.close()
             stream = OutputPipe(
