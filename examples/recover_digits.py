@@ -1,6 +1,6 @@
 """Trains a network on images of handwritten digits, and goes on with the same result when processes die.
 
-    python -m unicoll.run -n 4 --replace examples/recover_digits.py
+    unirun -n 4 --replace examples/recover_digits.py
 
 Each batch is cut into eight micro-batches, which the processes share, and an ``ExactSum`` adds their gradients: so the
 weights have the same bits for every number of processes. Kill any process while it runs (``kill -9``): the others get

@@ -1,7 +1,7 @@
 """Trains a small transformer whose parameters are sharded over all processes, with torch's FSDP2, and saves it.
 
     torchrun --nproc-per-node 2 examples/torch_fsdp2.py
-    python -m unicoll.run --nproc-per-node 2 examples/torch_fsdp2.py
+    unirun --nproc-per-node 2 examples/torch_fsdp2.py
     mpirun -n 2 python examples/torch_fsdp2.py
 
 The backend is ``nccl`` if each process has a GPU, else ``mpi`` or ``gloo`` on CPUs.

@@ -1,6 +1,6 @@
 """Trains a small network on images of handwritten digits, data-parallel, with NumPy alone.
 
-    python -m unicoll.run --nproc-per-node 4 examples/train_digits.py
+    unirun --nproc-per-node 4 examples/train_digits.py
 
 Each process computes the gradients of its share of every batch; ``GradientBuckets`` averages them over the
 processes during the backward pass. At the end the program checks the result: all processes have bit-identical

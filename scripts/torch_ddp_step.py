@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures a DDP step of a small transformer on unicoll's CPU backend and on torch's Gloo, alternating in one job.
 
-    python -m unicoll.run --nproc-per-node 2 --no-prefix scripts/torch_ddp_step.py --json step.json
+    unirun --nproc-per-node 2 --no-prefix scripts/torch_ddp_step.py --json step.json
 
 Each round has one step on each backend and one without communication (``no_sync``), in rotating order. The difference
 to the step without communication is the communication that does not overlap the backward pass.

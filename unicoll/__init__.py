@@ -7,7 +7,7 @@
     dist.all_reduce(x)
     dist.destroy_process_group()
 
-Start it with ``python -m unicoll.run --nproc-per-node 4 script.py``.
+Start it with ``unirun --nproc-per-node 4 script.py``.
 """
 
 from __future__ import annotations

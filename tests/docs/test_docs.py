@@ -295,7 +295,7 @@ def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
 
 
 DUMPED = re.compile(r"rank \d: the flight recorder's dump")
-DUMPS = re.compile(r"to read their dumps: python -m unicoll\.trace (\S+)")
+DUMPS = re.compile(r"to read their dumps: unicoll trace (\S+)")
 
 
 def test_every_block_of_the_cookbook_is_run() -> None:
@@ -316,7 +316,7 @@ def test_the_readme_finds_the_line_of_a_hang(tmp_path: Path) -> None:
     (start,) = (
         b.code.split(" &")[0].split() for b in blocks(README) if b.code.startswith("unirun -n 2 hang.py")
     )
-    (shown,) = (b for b in blocks(README) if b.code.startswith("python -m unicoll.trace"))
+    (shown,) = (b for b in blocks(README) if b.code.startswith("unicoll trace"))
     (tmp_path / "hang.py").write_text(program.code)
     log, user = tmp_path / "log", {"cwd": tmp_path, "env": user_environment(tmp_path)}
     requests, found, printed = 0, ["not printed: anything"], ""
@@ -331,7 +331,7 @@ def test_the_readme_finds_the_line_of_a_hang(tmp_path: Path) -> None:
             if text.count("step 1") < 2 or len(DUMPED.findall(text)) < 2 * requests:
                 continue
             if (place := DUMPS.search(text)) is not None:
-                command = [*shown.code.split()[:3], place[1]]
+                command = [*shown.code.split()[:2], place[1]]
                 printed = subprocess.run(command, **user, capture_output=True, text=True, check=False).stdout
                 found = differences(shown.output or "", printed.partition("\n")[0])
             launcher.send_signal(signal.SIGUSR1)  # again if rank 0 did not wait yet

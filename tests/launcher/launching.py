@@ -1,4 +1,4 @@
-"""Starts the launcher, ``python -m unicoll.run``, in a folder."""
+"""Starts the launcher, ``unirun``, in a folder."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from tests.launcher.launching import BOUND, LaunchFolder, environment, with_late_ranks
 from unicoll import errors
+from unicoll.__main__ import VERBS
 from unicoll.net import excepthook
 from unicoll.net.formatting import ranks_text
 from unicoll.run.tracebacks import Tracebacks
@@ -384,6 +386,18 @@ def test_help_begins_with_valid_examples(
     for example in examples:
         options = (bench if module == "unicoll.bench" else run)(example.split())
         assert options is not None
+
+
+def test_the_command_names_its_verbs(folder: LaunchFolder) -> None:
+    for words, status, stream in (([], 2, "stderr"), (["--help"], 0, "stdout"), (["nope"], 2, "stderr")):
+        done = folder.python("-m", "unicoll", *words)
+        assert (done.returncode, *(verb in getattr(done, stream) for verb in VERBS)) == (
+            status,
+            *(True,) * len(VERBS),
+        )
+        assert ("there is no verb 'nope'" in done.stderr) is (words == ["nope"])
+    assert folder.python("-m", "unicoll", "--version").stdout == f"unicoll {version('unicoll')}\n"
+    assert folder.python("-m", "unicoll", "trace").stderr.startswith("usage: python -m unicoll.trace ")
 
 
 def test_the_console_script_has_its_own_name(folder: LaunchFolder) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launching import LaunchFolder, all_gone, wait_until
+from unicoll.net.formatting import command_to_type
 from unicoll.run.workers import _bound_to
 
 FAILS = """
@@ -45,9 +46,9 @@ def test_all_workers_are_restarted_until_they_succeed(folder: LaunchFolder) -> N
     lines = [line for line in done.stderr.splitlines() if line.startswith("unicoll.run: ")]
     trace = re.escape(str(folder.path / "logs")) + r"/none_\w+/trace"
     patterns = [
-        f"the last calls of the ranks: python -m unicoll.trace {trace}",
+        f"the last calls of the ranks: {command_to_type('trace')} {trace}",
         r"rank 1: KeyError: 'the first'; restarting all 3 workers \(restart 1 of 3\)",
-        f"the last calls of the ranks: python -m unicoll.trace {trace}/attempt_1",
+        f"the last calls of the ranks: {command_to_type('trace')} {trace}/attempt_1",
         r"rank 1: Signal 9 \(SIGKILL\) .*; restarting all 3 workers \(restart 2 of 3\)",
         "restarts: 2; the first failure: rank 1: KeyError: 'the first'",
     ]
@@ -279,7 +280,7 @@ def test_dumps_of_each_attempt_are_in_the_users_directory(folder: LaunchFolder) 
     assert done.returncode == 0, done.stderr
     assert (traces / "rank_0.json").exists()
     assert (traces / "attempt_1" / "rank_0.json").exists()
-    assert "python -m unicoll.trace traces/attempt_1" in done.stderr
+    assert command_to_type("trace", "traces/attempt_1") in done.stderr
 
 
 def test_an_attempt_that_cannot_start_ends_the_launch_with_the_first_failure(folder: LaunchFolder) -> None:

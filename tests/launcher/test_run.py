@@ -1,4 +1,4 @@
-"""The launcher: ``python -m unicoll.run``."""
+"""The launcher: ``unirun``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launcher.launching import BOUND, PYTHONPATH, ROOT, LaunchFolder, all_gone, environment, wait_until
+from unicoll.net.formatting import command_to_type
 from unicoll.net.signal_handlers import is_caught
 from unicoll.run.dump_directory import remove_old_dumps
 from unicoll.run.failure import root_cause
@@ -522,7 +523,7 @@ def test_the_summary_has_the_command_that_shows_the_last_calls(folder: LaunchFol
         variables["UNICOLL_TRACE_DIR"] = ""
     done = folder.launch("-n", "2", *flags, folder.script(program), **variables)
     assert done.returncode != 0
-    commands = re.findall(r"^  last calls: python (-m unicoll\.trace (.*))$", done.stderr, re.M)
+    commands = re.findall(rf"^  last calls: ({re.escape(command_to_type('trace'))} (.*))$", done.stderr, re.M)
     if where == "disabled":
         assert (commands, list(scratch.iterdir())) == ([], [])
         return
@@ -534,7 +535,9 @@ def test_the_summary_has_the_command_that_shows_the_last_calls(folder: LaunchFol
     }
     assert re.fullmatch(pattern[where], directory)
     assert list(scratch.iterdir()) == ([Path(directory)] if where == "default" else [])
-    shown = folder.python(*command.split())
+    shown = subprocess.run(
+        command, shell=True, cwd=folder.path, env=environment(), capture_output=True, text=True, check=False
+    )
     assert (shown.returncode, shown.stderr) == (1, "")
     first = shown.stdout.partition("\n")[0]
     assert first.startswith(
@@ -567,7 +570,7 @@ def test_requested_dumps_of_a_job_that_succeeds_are_mentioned(folder: LaunchFold
     program = "import unicoll as dist; dist.init_process_group(); dist.barrier(); dist.dump_flight_recorder()"
     done = folder.launch("-n", "2", folder.script(program), TMPDIR=str(folder.path))
     assert done.returncode == 0
-    assert "\nunicoll.run: the last calls of the ranks: python -m unicoll.trace /" in "\n" + done.stderr
+    assert f"\nunicoll.run: the last calls of the ranks: {command_to_type('trace')} /" in "\n" + done.stderr
 
 
 @pytest.mark.parametrize("clock", ["right", "goes back"])

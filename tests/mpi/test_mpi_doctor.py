@@ -1,4 +1,4 @@
-"""``python -m unicoll.doctor`` with MPI: alone, under mpirun, and where MPI moves the data."""
+"""``unicoll doctor`` with MPI: alone, under mpirun, and where MPI moves the data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One program for every backend; the backend's name is the one word that changes.
 
-    python -m unicoll.run -n 4 -m tests.support.one_program gloo
+    unirun -n 4 -m tests.support.one_program gloo
     mpirun -n 4 python -m tests.support.one_program mpi
 
 Rank 0 prints, as JSON, what each operation gave on each rank: by name a list of the ranks' values, as in

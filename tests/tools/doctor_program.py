@@ -1,4 +1,4 @@
-"""``python -m unicoll.doctor`` in the ranks of a job, with injected faults: ``doctor_program.py FAULTS [arguments]``.
+"""``unicoll doctor`` in the ranks of a job, with injected faults: ``doctor_program.py FAULTS [arguments]``.
 
 FAULTS is a comma-separated list: ``slow:1-2`` (messages between the two ranks are delayed), ``corrupt:0-3`` (one byte
 of large messages from the first to the second is changed), ``lost:1-2`` (messages from the first to the second are

@@ -16,6 +16,7 @@ import unicoll as dist
 from tests.support.ranks import ProcessJob, end_cleanly, joined
 from tests.support.worker import leave
 from tests.tools import dump_jobs as jobs
+from unicoll.net.formatting import command_to_type
 from unicoll.trace.diagnosis import diagnose
 from unicoll.trace.dumps import read
 
@@ -130,7 +131,7 @@ def test_a_signal_dumps_a_blocked_call(tmp_path: Path, given: bool) -> None:
         assert job.results() == [True, True]
         job.call(leave)
         assert job.results() == [[], []]
-        assert f"python -m unicoll.trace {directory} reads it" in job.stderr(0)
+        assert f"to read it: {command_to_type('trace', str(directory))}" in job.stderr(0)
         assert job.stderr(1) == ""
 
 

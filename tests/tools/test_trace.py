@@ -1,4 +1,4 @@
-"""``python -m unicoll.trace``: what it says about dumps of all kinds, and what it writes."""
+"""``unicoll trace``: what it says about dumps of all kinds, and what it writes."""
 
 from __future__ import annotations
 

@@ -126,6 +126,13 @@ def client_bytes(handshake: ServerHandshake, key: bytes, purpose: bytes = b"stor
     return mine + handshake_messages.make_proof(key, b"client", theirs, mine)
 
 
+def test_a_hello_tells_nothing_of_the_secret(monkeypatch: pytest.MonkeyPatch):
+    """Its text of the host was keyed with the secret: a user of the host could test guesses of it."""
+    monkeypatch.setattr(handshake_messages.secrets, "token_bytes", bytes)
+    assert ServerHandshake(KEY, b"store").outgoing() == ServerHandshake(b"other", b"store").outgoing()
+    assert handshake_messages.make_hello(KEY, b"store") == handshake_messages.make_hello(b"other", b"store")
+
+
 def test_the_server_accepts_any_fragmentation_and_keeps_later_bytes():
     handshake = ServerHandshake(KEY, b"store")
     sent = client_bytes(handshake, KEY)

@@ -6,17 +6,32 @@ import ctypes
 import importlib.util
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 
 def package_folders(name: str) -> list[Path]:
-    """The folders of an installed package, which is not imported."""
+    """The folders of an installed package, which is not imported.
+
+    One in the working directory is not installed: Python searches it for modules, and it may be another user's.
+    """
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:  # a module without a specification has its name
         return []
-    return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    found = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    return [folder for folder in found if not _is_in_working_directory(folder)]
+
+
+def _is_in_working_directory(folder: Path) -> bool:
+    installed = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    try:
+        here = os.path.realpath(os.getcwd())
+    except OSError:  # it was removed
+        return False
+    parent = os.path.realpath(folder.parent)
+    return parent == here and parent not in installed
 
 
 class SharedLibrary:

@@ -1,8 +1,8 @@
-"""The benchmark: ``python -m unicoll.bench OP``, with nccl-tests' flags, table and JSON.
+"""The benchmark: ``unicoll bench OP``, with nccl-tests' flags, table and JSON.
 
 It measures unicoll's backends (``--backend gloo,mpi,nccl``) and other libraries (``--peer torch-gloo,mpi4py``) in the
 same processes and checks every result. Each of these is called a *contender*; their timed batches alternate. The
-benchmark starts its own ranks (``-n 2``), or runs in the ranks that mpirun, srun, torchrun or ``python -m unicoll.run``
+benchmark starts its own ranks (``-n 2``), or runs in the ranks that mpirun, srun, torchrun or ``unirun``
 started. ``docs/benchmarking.md`` explains the numbers.
 """
 

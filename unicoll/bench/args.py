@@ -24,6 +24,7 @@ from unicoll.bench.values import REDOPS
 from unicoll.bootstrap import launchers
 from unicoll.errors import DistArgumentError
 from unicoll.group import registry
+from unicoll.net.formatting import command
 from unicoll.run.flags import OneLineParser
 
 TYPES: dict[str, str] = {
@@ -56,7 +57,6 @@ _FIXED = (
 )
 """nccl-tests' flags that do not apply: spellings, the one accepted value, and the reason."""
 
-_COMMAND = "python -m unicoll.bench"
 _TIMEOUT_S = 300.0
 
 DEFAULT_SIZES = tuple(1 << k for k in (3, 6, 9, 12, 14, 16, 18, 20, 22, 24, 26))
@@ -120,16 +120,17 @@ def parse(argv: Sequence[str] | None = None) -> BenchOptions:
 
 
 def _parser() -> OneLineParser:
+    name = command("bench")
     parser = OneLineParser(
-        prog="unicoll.bench",
-        usage=f"{_COMMAND} OP [flags]",
+        prog=name.removeprefix("python -m "),
+        usage=f"{name} OP [flags]",
         description=f"""Measure a collective operation of unicoll, side by side with other libraries.
 
 examples:
-  {_COMMAND} all_reduce -n 4          four ranks on this machine, all sizes
-  {_COMMAND} all_reduce --backend gloo --peer torch-gloo      compared with torch.distributed
-  {_COMMAND} broadcast --sizes 1M,16M -d half -J broadcast.json
-  mpirun -n 8 {_COMMAND} all_gather --backend mpi --peer mpi4py""",
+  {name} all_reduce -n 4          four ranks on this machine, all sizes
+  {name} all_reduce --backend gloo --peer torch-gloo      compared with torch.distributed
+  {name} broadcast --sizes 1M,16M -d half -J broadcast.json
+  mpirun -n 8 {name} all_gather --backend mpi --peer mpi4py""",
         epilog="docs/benchmarking.md explains the numbers.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

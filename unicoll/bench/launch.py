@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from unicoll.__main__ import PROGRAM
 from unicoll.bench.args import BenchOptions
 from unicoll.bench.contenders import TABLE
 from unicoll.run.mpirun import mpirun, replace_process
@@ -20,7 +21,7 @@ def launch(options: BenchOptions) -> int:
     wants_mpi = any(name in TABLE and TABLE[name].mpi for name in options.contenders)
     program = mpirun() if wants_mpi and find_spec("mpi4py") is not None else None
     if program is not None:
-        replace_process(program, ranks, [sys.executable, "-m", "unicoll.bench", *options.argv])
+        replace_process(program, ranks, [sys.executable, PROGRAM, "bench", *options.argv])
     from unicoll.run import main
 
-    return main(["--nproc-per-node", str(ranks), "--no-prefix", "-m", "unicoll.bench", *options.argv])
+    return main(["--nproc-per-node", str(ranks), "--no-prefix", PROGRAM, "bench", *options.argv])

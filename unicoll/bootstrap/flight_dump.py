@@ -22,6 +22,7 @@ from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 from unicoll.net import fork_safety
 from unicoll.net.control.clock import Offset
 from unicoll.net.files import open_own_directory, write_whole
+from unicoll.net.formatting import command_to_type
 from unicoll.net.interfaces import hostname
 from unicoll.net.signal_handlers import is_caught
 
@@ -45,7 +46,7 @@ def dumper_of(job: Job) -> FlightDumper:
 
 
 def dump_flight_recorder(directory: str | os.PathLike[str] | None = None, group: Any = None) -> str:
-    """Write this rank's last calls, with the stacks of its threads, for ``python -m unicoll.trace``; returns the path.
+    """Write this rank's last calls, with the stacks of its threads, for ``unicoll trace``; returns the path.
 
     The file is ``rank_R.json``; ``nccl_trace_rank_R`` beside it has the calls in the format of PyTorch's flight
     recorder. Files of an earlier dump are replaced. Every rank writes its own files, so all ranks call this function,
@@ -153,10 +154,10 @@ class FlightDumper:
                 path = self._write(self._default_directory(), reason, failure, copied.set)
                 if not failure:
                     log.warning(
-                        "rank %d: the flight recorder's dump is %s; python -m unicoll.trace %s reads it",
+                        "rank %d: the flight recorder's dump is %s; to read it: %s",
                         self.job.rank,
                         path,
-                        os.path.dirname(path),
+                        command_to_type("trace", os.path.dirname(path)),
                     )
             except Exception as error:  # diagnostics must not cause failures
                 self._warn(error)

@@ -418,7 +418,7 @@ def _missing_members_message(values: Mapping[str, int | None], environ: Environ)
     seen = f" (seen: {'; '.join(reasons)})" if reasons else ""
     return (
         f"unknown {missing} of this process: no launcher was recognised{seen}. Start the processes with "
-        "`python -m unicoll.run --nproc-per-node N script.py`, mpirun, srun or torchrun; or set RANK, "
+        "`unirun --nproc-per-node N script.py`, mpirun, srun or torchrun; or set RANK, "
         "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each (rank or size may be in the call); or pass rank= and "
         "world_size= together with "
         "init_method='tcp://host:port', init_method='file:///path' or store="

@@ -1,4 +1,4 @@
-"""A diagnostic report of this machine: ``python -m unicoll.doctor``, in one process or in the ranks of a job.
+"""A diagnostic report of this machine: ``unicoll doctor``, in one process or in the ranks of a job.
 
 In one process it lists libraries, devices, interfaces and limits, the backends that ``init_process_group()`` would
 choose with the reasons, and hints. Every probe runs in a forked child process with a deadline, so that a
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+
+from unicoll.net.formatting import command
 
 __all__ = ["main"]
 
@@ -24,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     join or the job fails.
     """
     parser = argparse.ArgumentParser(
-        "python -m unicoll.doctor",
+        command("doctor"),
         description="Report on this machine, or on all ranks of a job if started by a launcher.",
         epilog="exit status: 0 ok or notes, 1 a warning or a slow pair, 2 an error or a broken pair",
     )

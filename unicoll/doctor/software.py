@@ -198,9 +198,8 @@ def _mpi() -> Iterator[Facts]:
     yield {"at": "MPI_Init"}
     clean = {k: v for k, v in os.environ.items() if not _STARTED_BY_MPI.match(k)}
     clean["OMPI_MCA_btl"] = "self"  # without mpirun, Open MPI does not remove its shared memory
-    # The packages may be on this process's path only, as with python -m in a checkout.
-    clean["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    command = [sys.executable, "-c", _START_MPI]
+    # This process's path: packages may be on it only, as with python -m in a checkout; -c adds the working directory.
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{_START_MPI}"]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
     result = [line for line in done.stdout.splitlines() if line.startswith("unicoll:\t")]
     if not result:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterable
+from shutil import which
 
 
 def rank_spans(ranks: Iterable[int]) -> list[tuple[int, int]]:
@@ -40,6 +42,23 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return "unknown"
+
+
+def command(verb: str) -> str:
+    """The command that this process was started with, for its own messages: ``unicoll VERB``, or a module's."""
+    return f"unicoll {verb}" if os.path.basename(sys.argv[0]) == "unicoll" else f"python -m unicoll.{verb}"
+
+
+def command_to_type(verb: str, *arguments: str) -> str:
+    """A command of unicoll as its user types it: ``unicoll VERB``, or a module's if that is not installed."""
+    here = os.path.dirname(sys.executable)
+    if which("unicoll") is not None:
+        words = ["unicoll", verb]
+    elif here and (found := which("unicoll", path=here)) is not None:  # the environment is not active
+        words = [found, verb]
+    else:
+        words = ["python", "-m", f"unicoll.{verb}"]
+    return shlex.join([*words, *arguments])
 
 
 def printable(text: str) -> str:

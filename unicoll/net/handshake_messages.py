@@ -12,7 +12,7 @@ from unicoll.net.secret import SOURCES
 
 NAME = b"unicoll"
 """The beginning of the magic of all versions."""
-MAGIC = NAME + b"2\r\n\r\n"
+MAGIC = NAME + b"3\r\n\r\n"
 PURPOSE_SIZE = 16
 NONCE_SIZE = 32
 PROOF_SIZE = 32
@@ -53,13 +53,15 @@ class Hello(NamedTuple):
     """A hello.
 
     ``flags`` are KEYED, PRIVATE, LOCAL and the protection between hosts; ``rank`` is that of the process, or None;
-    ``host`` is that of :func:`host_id`.
+    ``host`` is :func:`host_id` with the nonce as its key. Not with the secret: anybody who connects is sent a hello
+    and, knowing the host, could test guesses of a secret.
     """
 
     flags: int
     purpose: bytes
     rank: int | None
     host: bytes
+    nonce: bytes
 
     @property
     def protection(self) -> int:
@@ -80,18 +82,20 @@ def make_hello(
     flags = PROTECTIONS[protection.between_hosts]
     flags |= (KEYED if key else 0) | (PRIVATE if private else 0) | (LOCAL if protection.local else 0)
     nonce = secrets.token_bytes(NONCE_SIZE)
-    return _HELLO.pack(MAGIC, flags, purpose, NO_RANK if rank is None else rank, host_id(key), nonce)
+    return _HELLO.pack(MAGIC, flags, purpose, NO_RANK if rank is None else rank, host_id(nonce), nonce)
 
 
 def parse_hello(hello: bytes) -> Hello:
     """The fields of a hello."""
-    _, flags, purpose, rank, host, _ = _HELLO.unpack(hello)
-    return Hello(flags, purpose.rstrip(b"\0"), None if rank == NO_RANK else rank, host)
+    _, flags, purpose, rank, host, nonce = _HELLO.unpack(hello)
+    return Hello(flags, purpose.rstrip(b"\0"), None if rank == NO_RANK else rank, host, nonce)
 
 
 def within_a_host(server: Hello, client: Hello) -> bool:
     """True if both sides are on one host and have the same address there."""
-    return bool(server.flags & client.flags & LOCAL) and server.host == client.host != UNKNOWN_HOST
+    if not server.flags & client.flags & LOCAL:
+        return False
+    return all(hello.host == host_id(hello.nonce) != UNKNOWN_HOST for hello in (server, client))
 
 
 def make_proof(

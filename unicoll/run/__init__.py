@@ -1,4 +1,4 @@
-"""The launcher: ``python -m unicoll.run [flags] script [arguments]``, with torchrun's flags.
+"""The launcher: ``unirun [flags] script [arguments]``, with torchrun's flags.
 
 It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
 

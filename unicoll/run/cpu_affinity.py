@@ -72,7 +72,9 @@ def gpu_addresses(driver: str = "CUDA") -> list[str]:
 
 
 def _ask(driver: str, *flags: str) -> list[str]:
-    command = [sys.executable, *flags, "-c", _PROGRAMS[driver]]
+    # This process's path, which lacks the working directory that -c adds.
+    program = f"import sys; sys.path[:] = {sys.path!r}\n{_PROGRAMS[driver]}"
+    command = [sys.executable, *flags, "-c", program]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:

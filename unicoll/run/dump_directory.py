@@ -6,13 +6,13 @@ import math
 import os
 import re
 import secrets
-import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from unicoll.net.files import open_directory, read_json
+from unicoll.net.formatting import command_to_type
 
 TRACE_VARIABLE = "UNICOLL_TRACE_DIR"
 _PREFIX = "unicoll_trace_"
@@ -80,7 +80,7 @@ class TraceDirectory:
 
 
 def _reader(directory: str) -> str:
-    return f"python -m unicoll.trace {shlex.quote(directory)}"
+    return command_to_type("trace", directory)
 
 
 def _folders(directory: str) -> list[str]:

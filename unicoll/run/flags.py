@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from unicoll.net import formatting
 from unicoll.run.cpu_affinity import BINDINGS
 
 
@@ -24,10 +25,9 @@ def make_parser(as_torchs_launch: bool = False) -> OneLineParser:
     ``as_torchs_launch``: the command is ``python -m unicoll.launch``, which has ``--use-env``, too.
     """
     unirun = os.path.basename(sys.argv[0]) == "unirun"
-    module = "unicoll.launch" if as_torchs_launch else "unicoll.run"
-    command = "unirun" if unirun else f"python -m {module}"
+    command = "unirun" if unirun else formatting.command("launch" if as_torchs_launch else "run")
     parser = OneLineParser(
-        prog="unirun" if unirun else module,
+        prog=command.removeprefix("python -m "),
         usage=f"{command} [flags] script [arguments of the script]",
         description=f"""Start a distributed program: its worker processes on this machine.
 

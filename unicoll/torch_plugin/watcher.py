@@ -46,7 +46,7 @@ def watch(on_hang: str | Action | None = None) -> None:
 
     * records the last calls of its groups (``UNICOLL_FLIGHT_RECORDER`` of them) with call site and times, and writes
       them on SIGUSR1, if a group fails and ``UNICOLL_TRACE_DIR`` is set, and on
-      :func:`unicoll.dump_flight_recorder`, for ``python -m unicoll.trace``;
+      :func:`unicoll.dump_flight_recorder`, for ``unicoll trace``;
     * logs a warning when a call waits longer than ``UNICOLL_STALL_WARNING`` seconds, with what the other ranks do;
     * logs an error when ranks wait for each other in different groups, calls or messages (a deadlock), when the ranks'
       collectives differ, and when a rank of the group has died, or has left without a collective that others are in.

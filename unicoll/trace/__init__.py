@@ -1,4 +1,4 @@
-"""The analyser of flight recorder dumps: ``python -m unicoll.trace DIRECTORY``.
+"""The analyser of flight recorder dumps: ``unicoll trace DIRECTORY``.
 
 It reads the ``rank_R.json`` of all ranks, which ``unicoll.dump_flight_recorder()``, SIGUSR1 or a failure has written,
 and prints in one sentence what happened, with the last calls. It writes the calls of all ranks on one clock as a trace
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from unicoll.net.formatting import print_text, printable
+from unicoll.net.formatting import command, print_text, printable
 from unicoll.trace import perfetto
 from unicoll.trace.diagnosis import Diagnosis, diagnose
 from unicoll.trace.dumps import Dump, Trace, read
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m unicoll.trace",
+        prog=command("trace"),
         description="Say what happened in a job, from the flight recorder dumps of its ranks.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -76,7 +76,7 @@ def _write_trace(trace: Trace, path: str) -> str:
 
 
 def _report(problem: object) -> None:
-    print(printable(f"python -m unicoll.trace: {problem}"), file=sys.stderr)
+    print(printable(f"{command('trace')}: {problem}"), file=sys.stderr)
 
 
 def _as_text(trace: Trace, diagnoses: Sequence[Diagnosis], path: str, everything: bool) -> str:
