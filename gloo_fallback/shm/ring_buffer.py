@@ -33,11 +33,11 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from gloo_fallback.shm.segment import SharedSegment, create_offer, has_strong_ordering, open_offer
+from unicoll.net.received_json import parse
 
 _HEADER = struct.Struct("<IIqQ8x")
 """Kind, dtype code, tag, bytes of the message."""
@@ -206,9 +206,9 @@ class RingReader(_RingSide):
 
     def __init__(self, offer: bytes) -> None:
         try:
-            where: dict[str, Any] = json.loads(offer.decode())  # json.loads would guess the encoding of bytes
-            strong = bool(where["strong"])
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            where = parse(offer, {"strong": bool})
+            strong = where["strong"]
+        except ValueError as error:
             raise OSError(errno.EPROTO, "invalid address of shared memory") from error
         if strong is not has_strong_ordering():
             raise OSError(errno.EOPNOTSUPP, "UNICOLL_MEMORY_ORDER differs")

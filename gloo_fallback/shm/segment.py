@@ -23,6 +23,7 @@ from gloo_fallback.shm import futex
 from unicoll.backend import Context
 from unicoll.net import environment
 from unicoll.net.host_identity import boot_id
+from unicoll.net.received_json import from_store
 from unicoll.net.timeouts import backoff
 
 _NAME = "unicoll"
@@ -152,7 +153,7 @@ def open_published(context: Context, name: str, check: Callable[[], None]) -> Sh
     while (published := context.job.store.try_get(f"shm/{context.name}/{name}")) is None:
         check()
         time.sleep(next(pauses))
-    location = json.loads(published)
+    location = from_store(f"address of memory {name}", published, dict | None)
     if location is None:
         return None
     try:

@@ -24,6 +24,7 @@ from unicoll.arrays.types import BY_NAME, DType
 from unicoll.backend import Call, Context
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistArgumentError, DistBackendError
+from unicoll.net.received_json import parse
 
 ROW = replace(OPS["all_gather_into_tensor"], name="symmetric_empty", code=250)
 """The exchanges of an allocation: all_gathers with a name of their own."""
@@ -198,4 +199,4 @@ def _exchange(context: Context, execute: Callable[[Call], None], text: str, reco
     call.text = text
     call.signature = hash((ROW.code, _RECORD))
     execute(call)
-    return [json.loads(bytes(row)) for row in every]
+    return [parse(bytes(row)) for row in every]

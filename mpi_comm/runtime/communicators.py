@@ -14,8 +14,15 @@ from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.backend import Context, Job
 from unicoll.backend.operation_errors import announce
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistBackendError, DistError
+from unicoll.net.received_json import from_store
 
 _TOKEN = 16
+_PROCESS = {
+    "rank": int,
+    "cores": [int],
+    **dict.fromkeys(("prefers_nonblocking", "single_threaded"), bool),
+    "cuda": (bool, str),
+}
 
 
 def publish(job: Job) -> None:
@@ -71,7 +78,10 @@ class WorldRanks:
             }
         ]
         if job.size > 1:
-            info = [json.loads(text) for text in job.store.multi_get([f"mpi/{r}" for r in range(job.size)])]
+            keys = [f"mpi/{rank}" for rank in range(job.size)]
+            info = [
+                from_store(*found, _PROCESS) for found in zip(keys, job.store.multi_get(keys), strict=True)
+            ]
         self._processes: list[int] = [entry["rank"] for entry in info]
         self._cores: list[list[int]] = [entry["cores"] for entry in info]
         self._nonblocking = any(entry["prefers_nonblocking"] for entry in info)

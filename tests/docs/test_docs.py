@@ -29,6 +29,7 @@ import pytest
 
 import unicoll as dist
 from tests.support.ranks import ROOT, environment, reserved_port
+from unicoll.__main__ import PROGRAM
 
 HELLO = ROOT / "examples" / "hello.py"
 COOKBOOK = ROOT / "docs" / "cookbook.md"
@@ -231,10 +232,11 @@ def command(block: Block, folder: Path, port: int) -> list[str]:
 
 
 def user_environment(folder: Path) -> dict[str, str]:
-    """The environment of a user: its ``python``, ``unirun`` and ``torchrun`` are those of this interpreter."""
+    """The environment of a user: its ``python``, ``unicoll``, ``unirun`` and ``torchrun`` are this interpreter's."""
     bin = folder / "bin"
     bin.mkdir()
     scripts = {"python": "", "unirun": "-m unicoll.run", "torchrun": "-m torch.distributed.run"}
+    scripts["unicoll"] = f'"{PROGRAM}"'
     for name, arguments in scripts.items():
         (bin / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (bin / name).chmod(0o755)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from tests.support import selection
 from tests.support.hosts import Hosts
 from tests.support.ports import listening_ports
 from tests.support.ranks import reserved_port
+from unicoll.net.stores import PrefixStore, TCPStore
 
 SECRET = "0123456789abcdef0123456789abcdef"
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -147,6 +149,25 @@ def test_nodes_without_a_secret(folder: LaunchFolder, port: int) -> None:
     assert codes == [0, 0], errs
     assert sorted(out.split()[0] for out in outs) == ["0", "1"]
     assert all("WARNING: this job has several nodes and no secret" in err for err in errs)
+
+
+def test_messages_of_strangers_do_not_end_a_launcher(folder: LaunchFolder, port: int) -> None:
+    """Without a secret anybody can send them: a number that is no int, or deep nesting, ended it with a traceback."""
+    escape = "node7\x1b]0;owned\x07\nunicoll.run: all is well"
+    stranger = ["token", escape, 1, 1, 3, "id", 0, -1, False]
+    texts = ["[Infinity]", "[" * 100_000, "{}", "[]", json.dumps([*stranger[:2], 1e3, *stranger[3:]])]
+    first = Node(folder, port, "--node-rank=0", sums(folder), UNICOLL_SECRET="")
+    with TCPStore("127.0.0.1", port, wait_for_workers=False) as root:
+        round_ = PrefixStore("round/1", root)
+        for text in [*texts, json.dumps(stranger)]:
+            round_.queue_push("arrivals", text)
+        round_.wait(["refused/token"])
+    codes, _, (err, _) = ends([first, Node(folder, port, "--node-rank=1", sums(folder), UNICOLL_SECRET="")])
+    assert codes == [0, 0], err
+    assert err.count("ignored a message at") == len(texts)
+    assert "Traceback" not in err
+    assert "\x1b" not in err
+    assert not any(line.startswith("unicoll.run: all is well") for line in err.splitlines())
 
 
 def test_a_node_waits_for_the_workers_of_the_others(folder: LaunchFolder, port: int) -> None:

@@ -23,13 +23,15 @@ from tests.support.ranks import run_ranks
 from tests.unit import channel_jobs as jobs
 from tests.unit.interrupt_points import interrupt_at
 from tests.unit.on_path import on_path
-from unicoll.errors import AuthenticationError, DistNetworkError
+from unicoll.errors import AuthenticationError, DistError, DistNetworkError
 from unicoll.net import channel, handshake_messages, tls
 from unicoll.net.channel import Channel, authenticate
+from unicoll.net.control.departures import Departures
+from unicoll.net.control.group_failures import pack_error, unpack_error
 from unicoll.net.control.relay import Relay
 from unicoll.net.framed_server import frame, handshake_address, read_frame
 from unicoll.net.handshake_messages import Protection
-from unicoll.net.interrupts import InterruptedStreamError
+from unicoll.net.interrupts import Changes, InterruptedStreamError
 from unicoll.net.records import MAX_DATA, MacRecords, TamperedError
 from unicoll.net.secret import Key, Secret, new_key
 from unicoll.net.stores import TCPStore
@@ -471,6 +473,29 @@ def test_a_changed_control_message_disconnects_its_rank(wanted: str) -> None:
             sock.close()
     assert (rank, manner) == (1, "died")
     assert "was disconnected: the integrity check of its connection failed" in why
+
+
+def test_texts_of_a_process_are_printable_where_they_come_in() -> None:
+    """Escape sequences in the name of its host, or in its error, reached the terminals of the others."""
+    escape = "\x1b]0;owned\x07\nrank 7"
+    with relay_of(2) as (host, port):
+        socks = [socket.create_connection((host, port), 5) for _ in range(2)]
+        members = [control_channel(sock, host, port, r) for r, sock in enumerate(socks)]
+        for rank, member in enumerate(members):
+            member.sendall(frame({"t": "hello", "rank": rank, "host": escape, "pid": 1}))
+        peers = read_frame(members[0])["peers"]
+        members[1].sendall(frame({"t": "bye", "error": escape, "how": escape}))
+        socks[1].close()
+        ((_, why, _),) = read_frame(members[0])["ranks"]
+        socks[0].close()
+    assert peers[0][0] == "\\x1b]0;owned\\x07\\nrank 7"
+    assert why.isprintable()
+    departures = Departures(Changes())
+    departures.record(1, escape, "died")
+    error = unpack_error(pack_error(DistError(escape, op=escape)) | {"type": "DistError"})
+    assert all(
+        text.isprintable() for text in [departures.departed[1], str(error).replace("\n", ""), str(error.op)]
+    )
 
 
 @pytest.mark.parametrize("hosts", ["one", "two", "unknown"])

@@ -34,6 +34,7 @@ from unicoll.net.framed_server import FrameServer, frame, handshake_address, rea
 from unicoll.net.interfaces import raise_descriptor_limit
 from unicoll.net.interrupts import Changes
 from unicoll.net.links import Address, endpoints, first_link, links, with_interfaces
+from unicoll.net.received_json import from_store
 from unicoll.net.timeouts import backoff
 
 MESSAGES = "m"
@@ -60,7 +61,8 @@ class _Addresses(NamedTuple):
 
     @classmethod
     def parse(cls, published: bytes) -> _Addresses:
-        found = json.loads(published)
+        kind = {"addresses": [(str, int, str, str)], "connections": int}
+        found = from_store("addresses of a rank", published, kind)
         return cls([Address(*address) for address in found["addresses"]], found["connections"])
 
 

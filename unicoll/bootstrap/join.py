@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import sys
@@ -28,7 +27,8 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.net import debug_level, environment, excepthook, fork_safety, logs
 from unicoll.net.control.client import ControlClient
 from unicoll.net.control.departures import publish_refusal
-from unicoll.net.formatting import backend_text
+from unicoll.net.formatting import backend_text, printable_line
+from unicoll.net.received_json import parse
 from unicoll.net.secret import Secret
 from unicoll.net.stores import Store
 from unicoll.net.stores.signed import SignedStore
@@ -278,16 +278,19 @@ def _exit_note_reader(rendezvous: Rendezvous) -> Callable[[int], str | None] | N
             except DistError:
                 return None
             if note is not None:
-                return _describe_exit(**json.loads(note))
+                with suppress(ValueError):
+                    found = parse(note, {"pid": int, "status": int, "cause": str})
+                    return _describe_exit(found["status"], found["cause"])
+                return None
             time.sleep(0.02)
         return None
 
     return read
 
 
-def _describe_exit(pid: int, status: int, cause: str) -> str:
+def _describe_exit(status: int, cause: str) -> str:
     if cause:
-        return cause
+        return printable_line(cause)
     if status >= 0:
         return f"exit code {status}"
     try:

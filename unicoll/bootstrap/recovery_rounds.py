@@ -34,6 +34,7 @@ from unicoll.net import logs
 from unicoll.net.control.departures import ENDED_KEY
 from unicoll.net.formatting import ranks_text
 from unicoll.net.join_warnings import warn_while_waiting
+from unicoll.net.received_json import parse
 from unicoll.net.stores import PrefixStore, Store
 from unicoll.net.stores.base import seconds_of
 from unicoll.net.stores.signed import SignedStore
@@ -66,6 +67,15 @@ class Member:
     digest: str
     exit_key: str
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+_MEMBER = {
+    "rank": int,
+    "is_member": bool,
+    "is_damaged": bool,
+    "step": int,
+    **dict.fromkeys(("digest", "exit_key", "token"), str),
+}
 
 
 class Round(NamedTuple):
@@ -277,8 +287,8 @@ def _packed(members: Sequence[Member]) -> bytes:
 
 def _unpacked(value: bytes) -> list[Member]:
     try:
-        return [Member(**fields) for fields in json.loads(value)]
-    except (ValueError, TypeError) as error:
+        return [Member(**{name: fields[name] for name in _MEMBER}) for fields in parse(value, [_MEMBER])]
+    except ValueError as error:
         raise _foreign_value() from error
 
 

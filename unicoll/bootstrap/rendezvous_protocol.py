@@ -36,7 +36,7 @@ from unicoll.errors import (
 )
 from unicoll.net import interfaces, logs
 from unicoll.net.control.departures import publish_refusal
-from unicoll.net.formatting import printable
+from unicoll.net.formatting import printable_line
 from unicoll.net.handshake import NoAnswerError
 from unicoll.net.secret import Key, OwnUserKey, Secret, new_key
 from unicoll.net.stores import PrefixStore, Store
@@ -339,7 +339,7 @@ def _claim(location: StoreLocation, store: Store, rank: int) -> None:
     claim = f"{interfaces.hostname()}, pid {os.getpid()}, {secrets.token_hex(4)}"
     holder = store.compare_set(f"rank/{rank}", "", claim).decode(errors="replace")
     if holder != claim:
-        who = printable(holder.rpartition(", ")[0][:200]).replace("\n", " ")  # anyone may have written it
+        who = printable_line(holder.rpartition(", ")[0], 200)  # anyone may have written it
         raise _OtherJobError(
             f"rank {rank} at {location.address} is taken by a process on {who}: "
             "two processes have the same rank, or the store is left over from an earlier job",

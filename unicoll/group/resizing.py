@@ -27,6 +27,7 @@ from unicoll.errors import (
 )
 from unicoll.group.arguments import check_ranks
 from unicoll.net.formatting import rank_spans
+from unicoll.net.received_json import from_store
 from unicoll.net.stores import Store
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class GrowthRecord:
         Raises:
             OperationTimeoutError: no record arrived in ``timeout`` seconds.
             DistArgumentError: the record adds other ranks than this rank passed.
+            DistStoreError: the record is another program's.
         """
         key = f"grow/{rank}/{store.add(_received(rank), 0) + 1}"
         try:
@@ -103,8 +105,8 @@ class GrowthRecord:
                 f" ranks {added}",
                 op="grow_group",
             ) from None
-        fields = json.loads(store.get(key))
-        made = cls(**{**fields, "ranks": tuple(fields["ranks"])})
+        fields = from_store(key, store.get(key), _RECORD)
+        made = cls(**{**{name: fields[name] for name in _RECORD}, "ranks": tuple(fields["ranks"])})
         into += [made]  # before it counts as read: an interrupt in between does not lose it
         store.add(_received(rank), 1)
         if made.added != added:
@@ -112,6 +114,17 @@ class GrowthRecord:
                 f"grow_group: this rank adds ranks {added}, but the group of ranks {list(made.ranks[: made.before])}"
                 f" adds {made.added}"
             )
+
+
+_RECORD = {
+    "name": str,
+    "ranks": [int],
+    "before": int,
+    "timeout": float,
+    "desc": str,
+    "backends": str,
+    "id": str,
+}
 
 
 def _received(rank: int) -> str:

@@ -45,6 +45,7 @@ from unicoll.errors import DistArgumentError, DistBackendError, DistError, Store
 from unicoll.group.process_group import ProcessGroup
 from unicoll.net import interfaces, logs
 from unicoll.net.control.departures import publish_refusal
+from unicoll.net.received_json import from_store
 from unicoll.net.secret import KeyText, given_secret, new_key_text
 from unicoll.net.stores import PrefixStore, TCPStore
 from unicoll.net.stores.base import DEFAULT_TIMEOUT
@@ -354,7 +355,7 @@ def _read(key: str) -> _Record | None:
     text = internal_kv._internal_kv_get(key, namespace=_KEYS)
     if text is None:
         return None
-    host, port, secret = json.loads(text)
+    host, port, secret = from_store(f"record of {key}", text, (str, int, str))
     text = None  # a traceback with local variables does not show it
     return _Record(host, port, KeyText(secret))
 

@@ -7,16 +7,11 @@ user or root owns them.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import stat
 from contextlib import suppress
-from functools import partial
-from typing import Any
 
-MAX_JSON = 1 << 29
-"""A dump of the most calls that a flight recorder keeps, 2**20, has about 400 MB."""
 _LINKS = 40
 """The most links on one path, as for Linux."""
 
@@ -121,29 +116,6 @@ def _write(descriptor: int, data: bytes) -> None:
         file.write(data)
 
 
-def read_json(path: str, directory: int | None = None) -> Any:
-    """The content of a regular file of at most 512 MiB with JSON.
-
-    Args:
-        directory: descriptor of the directory that a relative path starts from, in place of the working directory.
-
-    Raises:
-        OSError: it cannot be read. It is something else, whose end might never come, or is larger.
-        ValueError: it is not JSON, or nested too deeply.
-    """
-    with open(path, "rb", opener=partial(_open_at_once, directory)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", path)
-        if found.st_size > MAX_JSON:
-            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, the maximum is {MAX_JSON}", path)
-        text = file.read(MAX_JSON)
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def open_directory(path: str, start: int | None = None, make: int = 0) -> int:
     """A descriptor of a directory (``O_PATH``), to which no link of another user leads.
 
@@ -203,10 +175,6 @@ def _open_part(name: str, folder: int | None) -> int:
         return os.open(name, flags | os.O_DIRECTORY, dir_fd=folder)
     except NotADirectoryError:
         return os.open(name, flags, dir_fd=folder)
-
-
-def _open_at_once(directory: int | None, path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK, dir_fd=directory)
 
 
 def open_own_directory(path: str) -> int:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from shutil import which
+from typing import Any
 
 
 def rank_spans(ranks: Iterable[int]) -> list[tuple[int, int]]:
@@ -61,11 +62,28 @@ def command_to_type(verb: str, *arguments: str) -> str:
     return shlex.join([*words, *arguments])
 
 
-def printable(text: str) -> str:
-    """Text of other processes and files without characters that a terminal acts on: they are escaped."""
+def printable(text: str, kept: str = "\n") -> str:
+    """Text of other processes and files without characters that a terminal acts on: they are escaped.
+
+    A text that is part of a line is to have ``kept=""``: else it may look like lines of this program.
+    """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_line(text: object, most: int = 1 << 20) -> str:
+    """Text of others for a part of a line, see :func:`printable`; ``most`` is a limit to its characters."""
+    return printable(str(text)[:most], kept="")
+
+
+def printable_values(value: Any) -> Any:
+    """A JSON value of another process with :func:`printable_line` of each text in it; names are left as they are."""
+    if isinstance(value, str):
+        return printable_line(value)
+    if isinstance(value, dict):
+        return {name: printable_values(inner) for name, inner in value.items()}
+    return [*map(printable_values, value)] if isinstance(value, list) else value
 
 
 def print_text(text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from unicoll.net.authenticated_server import Client, Server, listen
 from unicoll.net.channel import Channel, Connection
+from unicoll.net.received_json import parse
 
 Message = dict[str, Any]
 
@@ -43,17 +44,7 @@ def read_frame(sock: Connection) -> Message:
     (length,) = _HEADER.unpack(read_exactly(sock, _HEADER.size))
     if length > MAX_FRAME:
         raise ValueError(f"frame of {length} bytes")
-    return _parse(read_exactly(sock, length))
-
-
-def _parse(body: bytes) -> Message:
-    """The message of a frame's body; ValueError if it is not a JSON object."""
-    try:
-        message = json.loads(body.decode())  # json guesses the encoding of bytes
-    except RecursionError:
-        raise ValueError("a frame that is nested too deeply") from None
-    if not isinstance(message, dict):
-        raise ValueError("a frame that is not a JSON object")
+    message: Message = parse(read_exactly(sock, length), {}, MAX_FRAME)
     return message
 
 
@@ -145,4 +136,4 @@ class FrameServer(Server):
                 return
             body = bytes(client.inbox[_HEADER.size : end])
             del client.inbox[:end]
-            self.handle(client, _parse(body))
+            self.handle(client, parse(body, {}, MAX_FRAME))

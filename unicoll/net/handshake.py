@@ -15,8 +15,8 @@ exchange is the same and proves nothing.
 The magic ends like an HTTP request, so servers of other protocols answer or close at once.
 
 The hellos also state the protection that a side wants for the connection after the handshake
-(:mod:`unicoll.net.channel`), and its host (:func:`unicoll.net.host_identity.host_id` of its nonce): an attacker who makes the
-addresses of two hosts equal does not make them one host. The key is derived from what the proofs cover:
+(:mod:`unicoll.net.channel`), and its host (:func:`unicoll.net.host_identity.host_id` of its nonce): an attacker who
+makes the addresses of two hosts equal does not make them one host. The key is derived from what the proofs cover:
 
     channel key = HMAC-SHA256(key, "channel" | server's HELLO | client's HELLO | address)
 """

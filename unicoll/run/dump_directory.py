@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from unicoll.net.files import open_directory, read_json
+from unicoll.net.files import open_directory
 from unicoll.net.formatting import command_to_type
+from unicoll.net.received_json import MALFORMED, read_json
 
 TRACE_VARIABLE = "UNICOLL_TRACE_DIR"
 _PREFIX = "unicoll_trace_"
@@ -135,5 +136,5 @@ def _is_requested(path: str) -> bool:
     """True if a dump was written for another reason than the failure of a group."""
     try:
         return not read_json(path)["failure"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *MALFORMED):
         return True

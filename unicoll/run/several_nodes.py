@@ -32,9 +32,10 @@ from unicoll.errors import (
 )
 from unicoll.net import interfaces, logs
 from unicoll.net.control.client import ControlClient
-from unicoll.net.formatting import printable
+from unicoll.net.formatting import printable_line
 from unicoll.net.handshake import NoAnswerError
 from unicoll.net.join_warnings import warn_while_waiting
+from unicoll.net.received_json import check, parse
 from unicoll.net.secret import find_secret
 from unicoll.net.stores import PrefixStore, Store, TCPStore
 from unicoll.net.stores.signed import SignedStore
@@ -62,6 +63,8 @@ _LEAVE_S = 5.0
 """Seconds that the launcher with the store waits at its end for the others to leave."""
 _LAST = 1e18
 """A time after those of all failures, in seconds."""
+_CAUSE = (str, int, [str], bool, float)
+"""A :class:`Cause` in JSON."""
 _FINAL = "end"
 """The operation in the announcement of a launcher that ends, so that the attempt is not repeated."""
 
@@ -87,12 +90,12 @@ class _Node(NamedTuple):
 
     @classmethod
     def parse(cls, record: Sequence[Any], size: int) -> _Node:
-        """The node of a list; ValueError or TypeError if it is none of a job of ``size`` nodes."""
-        token, host, pid, nproc, nnodes, run_id, max_restarts, rank, is_fixed = record
-        if nnodes == size and not -1 <= rank < size:
-            raise ValueError(f"node rank {rank}")
-        job = int(nproc), int(nnodes), str(run_id), int(max_restarts)
-        return cls(str(token), str(host), int(pid), *job, int(rank), bool(is_fixed))
+        """The node of a list; ValueError if it is none of a job of ``size`` nodes."""
+        check(record, (str, str, int, int, int, str, int, int, bool))
+        node = cls(*record)
+        if node.nnodes == size and not -1 <= node.rank < size:
+            raise ValueError(f"node rank {node.rank}")
+        return node._replace(host=printable_line(node.host), run_id=printable_line(node.run_id))
 
     def describe(self) -> str:
         return f"host {self.host} (launcher pid {self.pid})"
@@ -165,11 +168,11 @@ class SeveralNodes(Nodes):
             except DistNetworkError as error:
                 raise DistError(str(error)) from error
             ports = [job.store.port, job.master_port]
-        starts = self._exchange({"attempt": attempt, "first": first_cause, "ports": ports}, deadline)
-        attempt = max(int(start["attempt"]) for start in starts)
-        firsts = [start["first"] for start in starts if start["first"] is not None]
-        causes = [_of_another_node(_received(each)) for each in firsts]
-        port, master_port = map(int, starts[0]["ports"])
+        own = {"attempt": attempt, "first": [] if first_cause is None else [first_cause], "ports": ports}
+        starts = self._exchange(own, deadline, {"attempt": int, "first": [_CAUSE], "ports": (int, int)})
+        attempt = max(start["attempt"] for start in starts)
+        causes = [_of_another_node(_received(each)) for start in starts for each in start["first"]]
+        port, master_port = starts[0]["ports"]
         # no other values of another host: without a secret it may be anyone's
         environment = job_environment(interfaces.join_hostport(host, port), master_port)
         self._attempt = f"attempt {attempt}"
@@ -196,7 +199,7 @@ class SeveralNodes(Nodes):
     def failure(self) -> str:
         announced = self._announced()
         if announced is not None:
-            return "" if announced.rank == self._rank else printable(str(announced))
+            return "" if announced.rank == self._rank else printable_line(announced)
         if self._store_failed is not None and time.monotonic() > self._store_failed + _STORE_S:
             return f"the store of {self._describe(0)} does not answer"
         return self._lost()
@@ -229,9 +232,13 @@ class SeveralNodes(Nodes):
         options = self._options
         deadline = time.monotonic() + options.grace + options.shutdown_timeout + 2 * _CONNECT_S
         ends, lost = [], ""
-        own = None if end.cause is None else self._on_clock_of_node_0(end.cause)
+        own = [] if end.cause is None else [self._on_clock_of_node_0(end.cause)]
         try:
-            ends = self._exchange({"cause": own, "may_restart": end.may_restart}, deadline)
+            mine, kind = (
+                {"causes": own, "may_restart": end.may_restart},
+                {"causes": [_CAUSE], "may_restart": bool},
+            )
+            ends = self._exchange(mine, deadline, kind)
         except DistError as error:
             lost = self._lost() or str(error)
         self._agreed = True
@@ -240,13 +247,13 @@ class SeveralNodes(Nodes):
             return NodeEnd(None, False)
         announced = self._announced()
         if announced is not None and announced.op == _FINAL:
-            return NodeEnd(_plain_cause(printable(str(announced))), False)
-        causes = [] if own is None else [(self._rank, own)]
+            return NodeEnd(_plain_cause(printable_line(announced)), False)
+        causes = [(self._rank, cause) for cause in own]
         for rank, each in enumerate(ends):
-            if rank != self._rank and each["cause"] is not None:
-                causes.append((rank, _of_another_node(_received(each["cause"]))))
+            if rank != self._rank:
+                causes += [(rank, _of_another_node(_received(cause))) for cause in each["causes"]]
         if announced is not None and not causes:
-            lost = printable(str(announced))
+            lost = printable_line(announced)
         if lost := lost or ("" if causes else self._lost()):
             causes.append((-1, _plain_cause(lost)))
         if not causes:
@@ -285,7 +292,7 @@ class SeveralNodes(Nodes):
 
     def _describe(self, rank: int) -> str:
         node = self._nodes[rank]
-        return printable(f"node {rank} (host {node.host}, launcher pid {node.pid})")
+        return f"node {rank} (host {node.host}, launcher pid {node.pid})"
 
     def _announced(self) -> DistError | None:
         """The first failure of the attempt that a launcher has announced."""
@@ -309,8 +316,11 @@ class SeveralNodes(Nodes):
         control = self._control
         return control is not None and not control.died and bool(control.left - {self._rank})
 
-    def _exchange(self, record: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:
-        """The records of all nodes; RankLostError or OperationTimeoutError names a node that does not send its own."""
+    def _exchange(self, record: Mapping[str, Any], deadline: float, kind: Any) -> list[dict[str, Any]]:
+        """The records of all nodes, which are of a kind as for :func:`unicoll.net.received_json.parse`.
+
+        RankLostError or OperationTimeoutError names a node that does not send its own.
+        """
         assert self._store is not None
         self._exchanges += 1
         keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self._size)]
@@ -325,7 +335,10 @@ class SeveralNodes(Nodes):
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if missing:
                     raise OperationTimeoutError(f"no answer from {', '.join(map(self._describe, missing))}")
-        return [json.loads(each) for each in self._store.multi_get(keys)]
+        try:
+            return [parse(each, kind) for each in self._store.multi_get(keys)]
+        except ValueError as error:
+            raise self._foreign_values() from error
 
     # --- rounds -----------------------------------------------------------------------------------------------
 
@@ -351,16 +364,18 @@ class SeveralNodes(Nodes):
             self._round = number  # after the arrival is known
         while not _have(store, [f"rank/{token}"]):
             if (reason := store.try_get(f"refused/{token}")) is not None:
-                raise DistArgumentError(printable(reason.decode(errors="replace")))
+                raise DistArgumentError(printable_line(reason.decode(errors="replace"), 2000))
             if self._number_of_round(root) != self._round:
                 raise RankLostError(f"another round was formed at {self._endpoint} without this launcher")
             self._wait(f"the other launchers at {self._endpoint}", deadline)
         try:
-            found = json.loads(store.get("nodes"))
-            self._rank = int(store.get(f"rank/{token}"))
-            self._nodes = [_Node.parse(node, self._size) for node in found["nodes"]]
-            round_key = bytes.fromhex(found["key"])
-        except (ValueError, TypeError, KeyError) as error:
+            found = parse(store.get("nodes"), {"nodes": [list], "key": str})
+            rank = int(store.get(f"rank/{token}"))
+            nodes = [_Node.parse(node, self._size) for node in found["nodes"]]
+            if len(nodes) != self._size or not 0 <= rank < self._size:
+                raise ValueError(f"rank {rank} of {len(nodes)} nodes")
+            self._rank, self._nodes, round_key = rank, nodes, bytes.fromhex(found["key"])
+        except ValueError as error:
             raise self._foreign_values() from error
         self._connect(PrefixStore("launchers", store), round_key, deadline)
 
@@ -391,8 +406,8 @@ class SeveralNodes(Nodes):
         nodes = [own._replace(rank=0, is_fixed=True)]  # this one, which serves the workers' store
         while len(nodes) < self._size:
             try:
-                node = _Node.parse(json.loads(store.queue_pop("arrivals", block=False)), self._size)
-            except (ValueError, TypeError):
+                node = _Node.parse(parse(store.queue_pop("arrivals", block=False), list), self._size)
+            except ValueError:
                 self._console.log(
                     f"ignored a message at {self._endpoint} that is not from a launcher of this version"
                 )
@@ -406,7 +421,7 @@ class SeveralNodes(Nodes):
                 continue  # pushed again: the first push may have been lost
             if reason := self._refusal(nodes[0], node):
                 store.set(f"refused/{node.token}", reason)
-                self._console.log(printable(f"{node.describe()} is refused: {reason}"))
+                self._console.log(f"{node.describe()} is refused: {reason}")
                 continue
             for one in nodes[1:]:
                 if node.is_fixed and one.is_fixed and one.rank == node.rank:  # it may have died
@@ -543,7 +558,7 @@ def _plain_cause(text: str) -> Cause:
 def _received(packed: Sequence[Any]) -> Cause:
     """The cause that another launcher has sent."""
     summary, exit_code, entry, consequence, when = packed
-    return Cause(printable(summary), int(exit_code), [*map(printable, entry)], bool(consequence), float(when))
+    return Cause(printable_line(summary), exit_code, [*map(printable_line, entry)], consequence, when)
 
 
 def _of_another_node(cause: Cause) -> Cause:

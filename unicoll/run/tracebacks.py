@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unicoll.net.files import read_json
 from unicoll.net.formatting import ranks_text, signal_name
+from unicoll.net.received_json import MALFORMED, read_json
 
 _VARIES = re.compile(r"\b(?i:pid) \d+|#\d+\b|\b0x[0-9a-fA-F]+\b")
 
@@ -63,7 +63,7 @@ def read_record(path: str, directory: int | None = None) -> ExceptionRecord | No
             final=bool(extra),
             named=tuple(extra.get("named", ())),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, *MALFORMED):
         return None
 
 

@@ -17,7 +17,7 @@ from unicoll.backend.call import Call
 from unicoll.backend.contract import Context
 from unicoll.backend.ops import OPS, Sizes
 from unicoll.errors import CollectiveMismatchError
-from unicoll.net.formatting import ranks_text
+from unicoll.net.formatting import printable_line, ranks_text
 from unicoll.torch_plugin.torch_calls import TorchCall
 from unicoll.torch_plugin.torch_recorder import UnrecordedCall
 
@@ -154,7 +154,7 @@ class CallComparison:
             self._others.setdefault(int(number), {})[rank] = int(signature), int(recorded)
         _shorten(self._others, max(_MOST, _SIGNATURES // self._context.size))
         texts, final = message.get("texts", {}), message.get("final", {})
-        self._texts.update({(rank, int(number)): str(text) for number, text in texts.items()})
+        self._texts.update({(rank, int(number)): printable_line(text) for number, text in texts.items()})
         self._final.update({int(closed): int(number) for closed, number in final.items()})
 
     def lacks(self, number: int) -> int | None:

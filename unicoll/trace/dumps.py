@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,20 +13,17 @@ from typing import Any
 from unicoll.arrays.types import BY_NAME
 from unicoll.bootstrap.dump_format import FORMAT
 from unicoll.group.recorded_calls import RecordedCall
-from unicoll.net.files import read_json
-from unicoll.net.formatting import ranks_text
+from unicoll.net.formatting import printable_line, ranks_text
+from unicoll.net.received_json import MALFORMED, read_json
 
 name_ranks = partial(ranks_text, last=" and ")
 """Ranks in words: ``rank 2``, ``ranks 0-3 and 5``."""
 
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a file raises that is cut off, or whose fields are missing or of another type."""
-
 _FILE = re.compile(r"rank_\d+\.json$")
 _VERSION = 1
 _MAX_RANKS = 1 << 24
-_PLAIN = {
-    **dict.fromkeys(("group", "op", "reduce", "backend", "site", "state", "error", "text"), str),
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("group", "op", "reduce", "backend", "site", "state", "error", "text"), printable_line),
     **dict.fromkeys(("seq", "root", "peer"), int),
     "blocking": bool,
 }
@@ -188,7 +185,9 @@ def _describe(error: Exception) -> str:
         return str(error.strerror)
     if isinstance(error, json.JSONDecodeError):
         return f"it is cut off or damaged ({error})"
-    return f"{error}" if isinstance(error, ValueError) else f"a field is missing or wrong ({error!r})"
+    return printable_line(
+        error if isinstance(error, ValueError) else f"a field is missing or wrong ({error!r})"
+    )
 
 
 def _load(path: str) -> dict[str, Any]:
@@ -217,19 +216,22 @@ def _dump(path: str, content: dict[str, Any], epoch: float | None) -> Dump:
         path=path,
         rank=rank,
         world_size=int(content["world_size"]),
-        host=str(content["host"]),
+        host=printable_line(content["host"]),
         pid=int(content["pid"]),
-        job=str(content["job"]),
-        reason=str(content["reason"]),
+        job=printable_line(content["job"]),
+        reason=printable_line(content["reason"]),
         written=written["monotonic"] + offset,
         wall=written["wall"],
         clock_error=error,
-        departed={int(gone): str(how) for gone, how in content["departed"].items()},
+        departed={int(gone): printable_line(how) for gone, how in content["departed"].items()},
         groups=tuple(
-            Group(str(g["name"]), tuple(map(int, g["ranks"])), str(g["backends"])) for g in content["groups"]
+            Group(printable_line(g["name"]), tuple(map(int, g["ranks"])), printable_line(g["backends"]))
+            for g in content["groups"]
         ),
         calls=tuple(call_of(rank, call, offset) for call in content["calls"]),
-        place=f"{os.path.basename(main['file'])}:{main['line']} in {main['function']}" if main else "",
+        place=printable_line(f"{os.path.basename(main['file'])}:{main['line']} in {main['function']}")
+        if main
+        else "",
     )
 
 

@@ -13,7 +13,6 @@ another: without computation, overlap, or waiting for other ranks. Coalesced cal
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -33,7 +32,8 @@ from unicoll.bootstrap import fake_job
 from unicoll.errors import DistArgumentError
 from unicoll.group.recorded_calls import RecordedCall
 from unicoll.net.formatting import print_text
-from unicoll.trace.dumps import MALFORMED, Call, call_of
+from unicoll.net.received_json import MALFORMED, read_json
+from unicoll.trace.dumps import Call, call_of
 from unicoll.trace.table import aligned
 
 _SMALL = 64 << 10
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{', '.join(options.what)}: no dump of a flight recorder (rank_R.json)")
         for path in paths:
             try:
-                calls += from_dump(json.loads(path.read_text()))
+                calls += from_dump(read_json(str(path)))
             except (OSError, ValueError, DistArgumentError) as error:
                 parser.error(f"{path}: {error}")
         print_text(str(add_up(calls, network)))

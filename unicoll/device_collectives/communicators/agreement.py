@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unicoll.backend import Context
 from unicoll.errors import (
@@ -17,6 +17,10 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.net import logs
+from unicoll.net.received_json import from_store
+
+if TYPE_CHECKING:
+    from unicoll.net.stores import Store
 
 _KINDS: dict[str, type[DistError]] = {"argument": DistArgumentError, "timeout": OperationTimeoutError}
 """Errors that keep their class on the other ranks; the rest become DistBackendError."""
@@ -59,11 +63,11 @@ def gather_and_decide(
     store.set(keys[context.rank], json.dumps(facts))
     if context.rank:
         await_keys(context, [answer], purpose, deadline, members)
-        return result_or_raise(context, json.loads(store.get(answer)))
+        return result_or_raise(context, from_store(answer, store.get(answer), {}))
 
     def chosen() -> Any:
         await_keys(context, keys, purpose, deadline, members)
-        return choose([json.loads(text) for text in store.multi_get(keys)])
+        return choose(stored_values(store, keys))
 
     outcome = outcome_to_publish(context, chosen, purpose)
     store.set(answer, json.dumps(outcome))
@@ -87,7 +91,13 @@ def result_or_raise(context: Context, outcome: dict[str, Any]) -> Any:
     """The result that a rank has published; raise the error if it published one."""
     if "value" in outcome:
         return outcome["value"]
-    raise _KINDS.get(outcome["kind"], DistBackendError)(outcome["error"], group=context.name)
+    kind, error = str(outcome.get("kind")), str(outcome.get("error"))
+    raise _KINDS.get(kind, DistBackendError)(error, group=context.name)
+
+
+def stored_values(store: Store, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The JSON objects that members have stored under keys; DistStoreError if one is another program's."""
+    return [from_store(key, text, {}) for key, text in zip(keys, store.multi_get(list(keys)), strict=True)]
 
 
 def await_keys(

@@ -17,6 +17,7 @@ from unicoll.device_collectives.communicators.devices import bound_device
 from unicoll.device_collectives.communicators.unique_id import starting
 from unicoll.device_collectives.interface import SUCCESS, CollectiveLibrary
 from unicoll.errors import DistArgumentError
+from unicoll.net.received_json import from_store
 
 RESIZE, RECONNECT, LAZY = "resize", "reconnect", "lazy"
 """The library grows or shrinks the communicator; all ranks make a new one, since it cannot; all do so at the first
@@ -43,7 +44,7 @@ def await_growth(context: Context, library: CollectiveLibrary, deadline: float) 
     """
     key = _key(context)
     await_keys(context, [key], starting(library), deadline, {key: 0})
-    decision: str = json.loads(context.job.store.get(key))
+    decision: str = from_store(key, context.job.store.get(key), str)
     return decision
 
 

@@ -20,6 +20,7 @@ from unicoll.device_collectives.communicators.agreement import (
     gather_and_decide,
     outcome_to_publish,
     result_or_raise,
+    stored_values,
 )
 from unicoll.device_collectives.errors import error_for
 from unicoll.device_collectives.interface import CollectiveLibrary
@@ -101,7 +102,7 @@ def exchange_ids(
     made = [answer["id"]]
     if keys:
         await_keys(context, list(keys), purpose, deadline, keys)
-        made += (result_or_raise(context, json.loads(text)) for text in store.multi_get(list(keys)))
+        made += (result_or_raise(context, outcome) for outcome in stored_values(store, list(keys)))
     found = zip(context.ranks, answer["capabilities"], strict=True)
     capabilities = {rank: (major, minor) for rank, (major, minor) in found}
     return [bytes.fromhex(one) for one in made], Origin(context, prefix, capabilities)
@@ -122,7 +123,7 @@ def member_facts(origin: Origin, timeout: float) -> dict[int, dict[str, Any]]:
     context = origin.context
     keys = [f"{origin.prefix}/{member}" for member in range(context.size)]
     context.job.store.wait(keys, timeout)
-    found = [json.loads(text) for text in context.job.store.multi_get(keys)]
+    found = stored_values(context.job.store, keys)
     return dict(zip(context.ranks, found, strict=True))
 
 

@@ -36,12 +36,13 @@ from unicoll.net.control.relay import PeerInfo, Relay, departure_of
 from unicoll.net.control.relay_connection import Message, RelayConnection
 from unicoll.net.control.reports import Report, Reports
 from unicoll.net.control.standby import Standby
-from unicoll.net.formatting import ranks_text
+from unicoll.net.formatting import printable_values, ranks_text
 from unicoll.net.framed_server import read_frame
 from unicoll.net.host_identity import UNKNOWN_HOST, host_id
 from unicoll.net.interfaces import require_descriptors
 from unicoll.net.interrupts import Changes, raised_by_handler
 from unicoll.net.join_warnings import title, warn_while_waiting
+from unicoll.net.received_json import from_store
 from unicoll.net.records import TamperedError
 from unicoll.net.timeouts import seconds_left
 
@@ -173,7 +174,7 @@ class ControlClient:
             )
             error.missing = [0]
             raise error from None
-        host, port = json.loads(store.get("control"))
+        host, port = from_store("control", store.get("control"), (str, int))
         try:
             sock = self._connection.connect(host, port, 0, seconds_left(deadline, 0.1), deadline)
         except AuthenticationError:
@@ -424,7 +425,7 @@ class ControlClient:
         kind = message["t"]
         if kind == "ready":
             with self._changed.lock:
-                self.peers = [PeerInfo(*p) for p in message["peers"]]
+                self.peers = [PeerInfo(*printable_values(peer)) for peer in message["peers"]]
                 self.job_id = message["job"]
                 self._ready = True
                 self._changed.notify_all()

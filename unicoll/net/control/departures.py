@@ -6,9 +6,12 @@ import json
 import os
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from unicoll.net.formatting import printable_line
 from unicoll.net.interrupts import Changes
+from unicoll.net.received_json import parse
 
 if TYPE_CHECKING:
     from unicoll.net.control.relay import Departure
@@ -51,6 +54,7 @@ class Departures:
 
     def record(self, rank: int, reason: str, manner: str) -> None:
         """``rank`` has ended; the first report of a rank is kept. ``manner`` is that of a :data:`Departure`."""
+        reason = printable_line(reason)
         with self._changed.lock:
             if rank not in self.departed:
                 self.departed[rank] = reason
@@ -61,8 +65,9 @@ class Departures:
         """Record the rank of :func:`publish_refusal`, if there is one."""
         found = store.try_get(_REFUSAL)
         if found is not None:
-            rank, reason = json.loads(found)
-            self.record(rank, reason, "failed")
+            with suppress(ValueError):  # in an open job any process may have stored it
+                rank, reason = parse(found, (int, str))
+                self.record(rank, reason, "failed")
 
     def all(self) -> list[Departure]:
         """All departures, for a new relay."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import unicoll.errors as errors
 from unicoll.errors import DistError
+from unicoll.net.formatting import printable, printable_values
 from unicoll.net.interrupts import Changes
 
 Message = dict[str, Any]
@@ -119,10 +120,13 @@ def pack_error(error: DistError) -> Message:
 
 
 def unpack_error(packed: Message) -> DistError:
-    """The error of :func:`pack_error`; a :class:`DistError` if its type is not one of unicoll's."""
+    """The error of :func:`pack_error`; a :class:`DistError` if its type is not one of unicoll's.
+
+    Its texts, which another process has sent, are made printable; the lines of the message stay.
+    """
     kind = getattr(errors, packed["type"]) if packed["type"] in errors.__all__ else DistError
-    error: DistError = kind(packed["message"])
+    error: DistError = kind(printable(str(packed["message"])))
     for name, value in packed["fields"].items():
         if name in _FIELDS:
-            setattr(error, name, value)
+            setattr(error, name, value if name == "group" else printable_values(value))
     return error

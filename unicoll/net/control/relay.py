@@ -17,6 +17,7 @@ from unicoll.net.authenticated_server import Client
 from unicoll.net.channel import keep_alive
 from unicoll.net.control.clock import ClockOffset
 from unicoll.net.control.deadlock_detector import DeadlockDetector
+from unicoll.net.formatting import printable_line
 from unicoll.net.framed_server import MAX_FRAME, FrameServer, frame
 from unicoll.net.interrupts import Changes
 from unicoll.net.records import TamperedError
@@ -192,9 +193,9 @@ class Relay(FrameServer):
         if client.state is None and kind != "hello":
             raise ValueError(f"{kind!r} before 'hello'")
         if kind == "hello":
-            rank, host, pid = int(message["rank"]), str(message["host"])[:64], int(message["pid"])
-            address, port = str(message.get("address", ""))[:64], int(message.get("port", 0))
-            host_id = str(message.get("host_id", ""))[:64]
+            rank, host, pid = int(message["rank"]), printable_line(message["host"], 64), int(message["pid"])
+            address, port = printable_line(message.get("address", ""), 64), int(message.get("port", 0))
+            host_id = printable_line(message.get("host_id", ""), 64)
             info = PeerInfo(host, pid, address, port, message.get("pickle") is True, host_id)
             self._register(client, _Member(rank, info))
         elif kind == "joined":
@@ -203,7 +204,7 @@ class Relay(FrameServer):
             self._initialized(client.state.rank)
         elif kind == "bye":
             client.state.goodbye = {
-                name: str(message[name] or "")[:_MAX_CHARACTERS] for name in ("error", "how")
+                name: printable_line(message[name] or "", _MAX_CHARACTERS) for name in ("error", "how")
             }
         elif kind == "fail":
             self._fail(message["group"], message["members"], message["error"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from unicoll.net.formatting import printable_values
 from unicoll.net.interrupts import Changes
 
 Message = dict[str, Any]
@@ -80,5 +81,5 @@ class Reports:
         with self._changed.lock:
             reports = self._received.get(message["id"])
             if reports is not None:
-                reports[message["from"]] = message["report"]
+                reports[message["from"]] = printable_values(message["report"])
                 self._changed.notify_all()
