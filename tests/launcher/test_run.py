@@ -546,6 +546,38 @@ def test_the_summary_has_the_command_that_shows_the_last_calls(folder: LaunchFol
     assert first.endswith("; rank 1 is at work.py:9 in <module>")
 
 
+WITHOUT_DESCRIPTORS = """
+import os, resource
+import unicoll as dist
+
+dist.init_process_group(timeout=60)
+held = []
+if dist.get_rank() == 1:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+try:
+    dist.barrier(group=dist.new_group())
+except (OSError, dist.DistError):
+    print("failed")
+for fd in held:
+    os.close(fd)
+dist.barrier(group=dist.new_group())
+print(dist.new_group().group_name)
+"""
+
+
+def test_a_group_that_one_rank_cannot_make_is_numbered_on_all(folder: LaunchFolder) -> None:
+    """Its first use imported a module: without descriptors the rank failed before it had counted the group."""
+    script = folder.script(WITHOUT_DESCRIPTORS)
+    done = folder.launch("-n", "2", "--no-prefix", script, UNICOLL_TRANSPORT="tcp")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["failed", "failed", "group-3", "group-3"]
+
+
 HANDLES = """
 import numpy as np
 import unicoll as dist

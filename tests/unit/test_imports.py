@@ -26,7 +26,17 @@ LAYERS = (
     {"group"},
     {"bootstrap"},
     {"api"},
-    {"device_mesh", "parallel", "bench", "doctor", "torch_plugin", "torch_autoload", "testing", "trace"},
+    {
+        "__main__",
+        "device_mesh",
+        "parallel",
+        "bench",
+        "doctor",
+        "torch_plugin",
+        "torch_autoload",
+        "testing",
+        "trace",
+    },
     {"integrations"},
 )
 """From the lowest to the highest layer; a package imports from its own layer and those below it."""
