@@ -67,8 +67,8 @@ def _serve() -> None:
 def _flush_sends(backends: list[MPIBackend]) -> None:
     """Call MPI if no operation is in it.
 
-    Over libfabric a message can wait for the sender's next call of MPI though MPI has reported that it is sent (seen
-    with Intel MPI 2021.18 over TCP on a busy host).
+    The rest of a message can wait for the sender's next call of MPI though MPI has reported that it is sent (seen over
+    TCP on busy hosts with Intel MPI 2021.18 and Open MPI 5.0.10).
     """
     mpi = backends[0].mpi
     communicators = [b.communicator for b in backends if b.communicator is not None]

@@ -116,7 +116,7 @@ class Runtime:
         self.largest_count = (1 << 62) if mpi.VERSION >= 4 else (1 << 31) - 1
         version = self.call(mpi.Get_library_version)
         self.library = _short_version(version)
-        self.holds_back_sends = _uses_libfabric(version) and self.mpi_thread is None
+        self.holds_back_sends = self.mpi_thread is None
         self.prefers_nonblocking = self.mpi_thread is not None or any(
             name in self.library.lower() for name in ("mpich", "intel")
         )
@@ -369,11 +369,6 @@ def _short_version(version: str) -> str:
     if head.lower().startswith("mpich version"):
         return f"MPICH {head.partition(':')[2].strip()}"
     return head.partition(" for ")[0].replace("MPI v", "MPI ").replace("Intel(R) MPI Library", "Intel MPI")
-
-
-def _uses_libfabric(version: str) -> bool:
-    """Whether MPI sends over libfabric, from the text of MPI_Get_library_version."""
-    return any(name in version for name in ("Intel", "CRAY", "ch4:ofi"))
 
 
 _runtime: Runtime | None = None

@@ -296,6 +296,47 @@ def test_hash_store_argument_of_threads() -> None:
     assert sum("/rank/" in key for key in store.list_keys()) == 4  # of the last round
 
 
+MEET = """
+import sys
+import numpy as np
+import unicoll as dist
+dist.init_process_group(init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=120)
+x = np.ones(1)
+dist.all_reduce(x)
+print(int(x[0]))
+"""
+ONLY_RECORD = """
+import os, sys
+from unicoll.bootstrap.rendezvous import rendezvous
+rendezvous(sys.argv[1], 0, 2)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("killed", ["after it has stored its port", "before"])
+def test_a_store_with_the_record_of_a_job_that_was_killed_while_it_met(tmp_path: Path, killed: str) -> None:
+    """Rank 1 of the next job read the dead address once, and failed."""
+    path = tmp_path / "meet"
+
+    def start(program: str, rank: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program, f"file://{path}", str(rank)]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=environment(), **pipes)
+
+    def written(what: bytes) -> bool:
+        return path.exists() and what in path.read_bytes()
+
+    with ExitStack() as at_end:
+        first = at_end.enter_context(start(MEET if killed.startswith("after") else ONLY_RECORD, 0))
+        await_true(lambda: written(b"/control" if killed.startswith("after") else b"generation"))
+        first.kill()
+        first.communicate()
+        one = at_end.enter_context(start(MEET, 1))
+        await_true(lambda: written(b"/rank/1"))
+        ended = [each.communicate(timeout=180) for each in (at_end.enter_context(start(MEET, 0)), one)]
+    assert [out for out, _ in ended] == ["2\n", "2\n"], ended
+
+
 class _StoreWhoseRecordIsReplaced(HashStore):
     """Rank 0 takes part again just before rank 1 claims its rank under the first record."""
 
@@ -505,7 +546,7 @@ def test_a_handler_with_an_invalid_result(monkeypatch: pytest.MonkeyPatch, answe
     [
         (
             {},
-            "rank and world_size of this process: no launcher.*unicoll.run.*RANK, WORLD_SIZE.*pass rank=",
+            "rank and world_size of this process: no launcher.*unirun.*RANK, WORLD_SIZE.*pass rank=",
         ),
         ({"rank": 0}, "world_size of this process: no launcher was recognised"),
         ({"environ": {"RANK": "1"}}, r"\(seen: RANK is set but WORLD_SIZE is not\)"),

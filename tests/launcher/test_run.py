@@ -836,17 +836,67 @@ def test_an_ignored_hangup_stays_ignored(folder: LaunchFolder) -> None:
     assert launcher.wait(BOUND) == 0
 
 
-def test_a_request_for_dumps_to_workers_that_write_none(folder: LaunchFolder) -> None:
+@pytest.mark.parametrize(
+    ("number", "hint"), [(signal.SIGUSR1, " (init_process_group sets one)"), (signal.SIGUSR2, "")]
+)
+def test_a_signal_that_is_handed_on_ends_no_worker(
+    folder: LaunchFolder, number: signal.Signals, hint: str
+) -> None:
+    """SIGUSR2 ended the launcher; batch systems send it before the end of a job."""
     launcher = folder.start("--nproc-per-node=2", folder.script(WORKER))
     pids = folder.pids(6)
-    launcher.send_signal(signal.SIGUSR1)
+    launcher.send_signal(number)
     assert launcher.stderr is not None
-    assert launcher.stderr.readline() == (
-        b"unicoll.run: got SIGUSR1; ranks 0, 1 without a handler (init_process_group sets one)\n"
-    )
+    line = f"unicoll.run: got {number.name}; ranks 0, 1 without a handler{hint}\n"
+    assert launcher.stderr.readline() == line.encode()
     assert not any(all_gone([pid]) for pid in pids)
     launcher.send_signal(signal.SIGTERM)
     launcher.communicate(timeout=BOUND)
+
+
+def test_a_warning_of_a_batch_system_reaches_the_workers(folder: LaunchFolder) -> None:
+    script = """
+        import os, pathlib, signal, sys
+        signal.signal(signal.SIGUSR2, lambda *_: sys.exit())
+        pathlib.Path("new." + os.environ["RANK"]).write_text(f"{os.getpid()}\\n")
+        os.rename("new." + os.environ["RANK"], "pid." + os.environ["RANK"])
+        while True:
+            signal.pause()
+    """
+    launcher = folder.start("--nproc-per-node=2", folder.script(script))
+    folder.pids(2)
+    launcher.send_signal(signal.SIGUSR2)
+    _, err = launcher.communicate(timeout=BOUND)
+    assert (launcher.returncode, err) == (0, b"unicoll.run: got SIGUSR2; sent it to ranks 0, 1\n")
+
+
+def test_workers_have_the_flags_of_the_launchers_interpreter(folder: LaunchFolder) -> None:
+    script = folder.script("import sys; print(sys.flags.optimize, sys.flags.dev_mode, sys.flags.isolated)")
+    flags = ["-O", "-X", "dev", "-I"]
+    done = folder.python(*flags, "-m", "unicoll.run", "-n", "2", "--no-prefix", script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 True 1\n" * 2, "")
+
+
+def test_a_program_in_a_pipe(folder: LaunchFolder) -> None:
+    os.mkfifo(folder.path / "pipe")
+    for target in ("-", "pipe"):
+        done = folder.launch("-n", "2", target)
+        text = f"{target}: every worker reads the program, and a pipe can be read once: give a file"
+        assert (done.returncode, text in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("call", ["run.main(['work.py'])", "unicoll.spawn(print, nprocs=1)"])
+def test_no_temporary_directory(folder: LaunchFolder, call: str) -> None:
+    folder.script("")
+    program = (
+        "import sys, tempfile, unicoll; from unicoll import run;"
+        f" tempfile._candidate_tempdir_list = lambda: ['/nonexistent']; sys.exit({call})"
+    )
+    done = folder.python("-c", program)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith(
+        "set TMPDIR to a directory that can be written to and has space left"
+    )
 
 
 def test_old_dump_directories_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

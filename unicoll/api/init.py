@@ -158,8 +158,8 @@ def join_with_group(
 ) -> Job:
     """Join a job and make its group of all ranks, for the public function ``what``."""
     # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
-    # new_group imports nothing: an import that fails on one rank, for want of descriptors for example, would come before
-    # the rank has counted the group, and its later groups would have other names than on the other ranks.
+    # new_group imports nothing: an import that fails on one rank, for want of descriptors for example, would come
+    # before the rank has counted the group, and its later groups would have other names than on the other ranks.
     import unicoll.api.subgroups  # noqa: F401
     from unicoll.bootstrap.join import join
 

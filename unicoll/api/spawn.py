@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from unicoll.bootstrap.join import set_exit_cause
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.group.arguments import as_integer
+from unicoll.net.files import temporary_directory
 from unicoll.net.formatting import signal_name
 from unicoll.run import worker_main
 from unicoll.run.job import LocalJob, job_token, job_variable
@@ -147,7 +148,7 @@ class ProcessContext:
     def __init__(self, call: _Call, nprocs: int, daemon: bool) -> None:
         self.processes: list[SpawnProcess] = []
         self._token = job_token()
-        self._scratch = tempfile.mkdtemp(prefix="unicoll_spawn_")
+        self._scratch = tempfile.mkdtemp(prefix="unicoll_spawn_", dir=temporary_directory())
         self._guard: Guard | None = None
         self._job: LocalJob | None = None
         self._open = True

@@ -19,19 +19,20 @@ from unicoll.bootstrap import enclosing_jobs, fake_job, mpi_launch
 from unicoll.bootstrap.flight_dump import FlightDumper
 from unicoll.bootstrap.mpi_launch import MPIJobStart
 from unicoll.bootstrap.rendezvous import Rendezvous, gives_members, refuse_protection, rendezvous
-from unicoll.bootstrap.rendezvous_protocol import StoreLocation
+from unicoll.bootstrap.rendezvous_protocol import MIN_SECONDS, StoreLocation
 from unicoll.errors import DistError
 from unicoll.group import backend_choice, registry
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.net import debug_level, environment, excepthook, fork_safety, logs
-from unicoll.net.control.client import ControlClient
+from unicoll.net.control.client import ControlClient, StaleRendezvousError
 from unicoll.net.control.departures import publish_refusal
 from unicoll.net.formatting import backend_text, printable_line
 from unicoll.net.received_json import parse
 from unicoll.net.secret import Secret
 from unicoll.net.stores import Store
 from unicoll.net.stores.signed import SignedStore
+from unicoll.net.timeouts import seconds_left
 
 log = logs.logger("job")
 
@@ -54,13 +55,22 @@ def join(
     name: str = "",
     secret: Secret | None = None,
 ) -> Job:
-    """:func:`run_rendezvous`, then :func:`join_job`."""
+    """:func:`run_rendezvous`, then :func:`join_job`; again if the rendezvous was that of an earlier job."""
     started = time.monotonic()
     backend = fake_job.override or backend
-    found = run_rendezvous(backend, init_method, rank, world_size, store, join_timeout, name, secret)
-    job = join_job(found, backend, timeout, join_timeout, name)
-    log.info("joined as rank %d of %d in %.3f s", found.rank, found.world_size, time.monotonic() - started)
-    return job
+    while True:
+        left = seconds_left(started + join_timeout, MIN_SECONDS)
+        found = run_rendezvous(backend, init_method, rank, world_size, store, left, name, secret)
+        left = seconds_left(started + join_timeout, MIN_SECONDS)
+        try:
+            job = join_job(found, backend, timeout, left, name)
+        except StaleRendezvousError as error:
+            log.info("the store has the record of an earlier job: %s; reading it again", error)
+            continue
+        log.info(
+            "joined as rank %d of %d in %.3f s", found.rank, found.world_size, time.monotonic() - started
+        )
+        return job
 
 
 def run_rendezvous(
@@ -177,7 +187,7 @@ def join_job(
                 name,
             )
             job.cleanup.callback(lambda: control.close(job.error))
-            control.start(job.store, join_timeout, rendezvous.address)
+            control.start(job.store, join_timeout, rendezvous.address, rendezvous.replaced)
             job.allows_pickle = all(peer.allows_pickle for peer in control.peers)
             job.shared("wait monitor", lambda: WaitMonitor(job))
         if rendezvous.mpi_started:

@@ -71,6 +71,7 @@ class StoreLocation(ABC):
         members: rank and world size, if opening the store determines them.
         ends_with_rank_0: True if the store may end with rank 0's process.
         refuses_other_users: True if the store, if it is private, accepts only processes of this user on this host.
+        outlives_jobs: True if it may have the record of an earlier job whose processes were killed.
         found_again: True if a process that is started later, in place of one that died, finds the same store.
         wrap: makes the store that the rendezvous uses from the open one.
     """
@@ -83,6 +84,7 @@ class StoreLocation(ABC):
     members: tuple[int, int] | None = None
     ends_with_rank_0 = True
     refuses_other_users = False
+    outlives_jobs = False
     found_again = False
     wrap: Callable[[Store], Store] | None = None
     _store: Store | None = None  # to close
@@ -119,6 +121,12 @@ class AgreedStore(NamedTuple):
     world_size: int
     key: Key
     trusted: bool
+    token: str
+
+    def is_replaced(self, namespace: str) -> bool:
+        """True if rank 0 has begun another rendezvous, in the same namespace of ``root``; DistError without it."""
+        text = PrefixStore(namespace, self.root).try_get("generation")
+        return text is not None and JobRecord.parse(text).token != self.token
 
 
 class JobRecord(NamedTuple):
@@ -231,7 +239,7 @@ def _agree_at(
             rank,
             location.address,
         )
-    return AgreedStore(namespace, root, rank, world_size, key, trusted)
+    return AgreedStore(namespace, root, rank, world_size, key, trusted, record.token)
 
 
 def _check_secrets(location: StoreLocation, record: JobRecord, rank: int, secret: Secret) -> None:

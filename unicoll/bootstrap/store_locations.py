@@ -33,6 +33,7 @@ class ExistingStoreLocation(StoreLocation):
         self._given = store
         self._inner = inner = _innermost(store)
         self.master_host = "127.0.0.1" if isinstance(inner, HashStore) else None
+        self.outlives_jobs = not isinstance(inner, HashStore)
         self.address = type(inner).__name__
         if isinstance(inner, TCPStore):
             self.address = f"tcp://{interfaces.join_hostport(inner.host, inner.port)}"
@@ -93,6 +94,7 @@ class FileLocation(StoreLocation):
     """A FileStore in a file that all ranks can lock."""
 
     ends_with_rank_0 = False
+    outlives_jobs = True
     _store: FileStore | None = None
 
     def __init__(self, path: str) -> None:

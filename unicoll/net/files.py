@@ -195,6 +195,17 @@ def open_own_directory(path: str) -> int:
     raise OSError(errno.EPERM, f"it belongs to user {found.st_uid}", path)
 
 
+def temporary_directory() -> str:
+    """The directory for temporary files, of :mod:`tempfile`; OSError names TMPDIR if no file can be written to one."""
+    import tempfile
+
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        text = f"{error.strerror}: set TMPDIR to a directory that can be written to and has space left"
+        raise OSError(errno.ENOENT, text) from None
+
+
 def make_directory(prefix: str, folder: int) -> tuple[str, int]:
     """Make a directory that only this user can use, with a random name after ``prefix``: its name and a descriptor.
 

@@ -22,8 +22,9 @@ It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
 - **MPI.** With ``--mpi`` the launcher is replaced by the mpirun beside this Python, or on PATH: output, failures and
   signals are mpirun's.
 - **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the workers' process groups and end the
-  job with 128 + N, without a restart; a second Ctrl-C kills at once. SIGUSR1 is sent to the workers that handle it:
-  ranks write the flight recorder's dump. A signal that is ignored when the launcher starts (nohup) stays ignored.
+  job with 128 + N, without a restart; a second Ctrl-C kills at once. SIGUSR1 and SIGUSR2 are sent to the workers that
+  handle them, and end nobody; after SIGUSR1 ranks write the flight recorder's dump. A signal that is ignored when the
+  launcher starts (nohup) stays ignored.
 """
 
 from __future__ import annotations

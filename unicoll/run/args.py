@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -285,6 +286,10 @@ def _check_target(kind: str, target: str, python: str) -> None:
     if shutil.which(python) is None:
         raise ValueError(f"PYTHON_EXEC={python}: {_why_not_runnable(python)}")
     if kind == "script":
+        if target == "-" or stat.S_ISFIFO(_mode(target)):
+            raise ValueError(
+                f"{target}: every worker reads the program, and a pipe can be read once: give a file"
+            )
         if not os.path.exists(target):
             raise ValueError(f"{target}: no such file")
         if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
@@ -293,6 +298,13 @@ def _check_target(kind: str, target: str, python: str) -> None:
             raise ValueError(f"{target}: not readable")
     elif not os.environ.get("PYTHON_EXEC") and not _module_exists(target.partition(".")[0]):
         raise ValueError(f"no module named {target.partition('.')[0]!r}")
+
+
+def _mode(path: str) -> int:
+    try:
+        return os.stat(path).st_mode
+    except OSError:
+        return 0
 
 
 def _why_not_runnable(command: str) -> str:

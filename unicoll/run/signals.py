@@ -14,15 +14,19 @@ from typing import Any
 
 from unicoll.errors import DistError
 
+HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end nobody: they are sent to the workers that handle them. SIGUSR1 requests dumps of unicoll's jobs;
+batch systems warn of the end of a job by either."""
+
 
 class SignalQueue:
-    """The signals that end a launch, and SIGUSR1, which requests dumps, in the order of their arrival.
+    """The signals that end a launch, in the order of their arrival, and those that are handed on to the workers.
 
     While no worker has been started, a signal that ends the launch raises SystemExit(128 + N).
 
     Attributes:
         received: those that end the launch and are not handled yet.
-        dump_requested: SIGUSR1 has arrived.
+        handed_on: those of :data:`HANDED_ON` that have arrived and are not handled yet.
         started: a worker has been started, and :meth:`exit_on_signal` is not in effect.
         seen: a signal has arrived that ends the launch.
         exit_signal: the signal that has raised SystemExit.
@@ -30,7 +34,7 @@ class SignalQueue:
 
     def __init__(self, numbers: Collection[signal.Signals]) -> None:
         self.received: deque[signal.Signals] = deque()
-        self.dump_requested = False
+        self.handed_on: deque[signal.Signals] = deque()
         self.started = False
         self.seen = False
         self.exit_signal: signal.Signals | None = None
@@ -44,7 +48,7 @@ class SignalQueue:
         """Set the handlers; DistError outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise DistError("the launcher handles signals and must run in the main thread")
-        for number in {*self._numbers, signal.SIGCHLD, signal.SIGUSR1}:
+        for number in {*self._numbers, signal.SIGCHLD, *HANDED_ON}:
             # Signals that are ignored at the start stay ignored: SIGHUP under nohup, SIGINT in the background.
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
@@ -89,8 +93,8 @@ class SignalQueue:
             self._write.send(b"\0")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1 and number not in self._numbers:
-            self.dump_requested = True
+        if number in HANDED_ON and number not in self._numbers:
+            self.handed_on.append(signal.Signals(number))
         elif number != signal.SIGCHLD:
             self.seen = True
             if not self.started:

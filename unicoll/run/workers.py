@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import BinaryIO, NamedTuple, cast
 
-from unicoll.net.files import make_directory, open_directory
+from unicoll.net.files import make_directory, open_directory, temporary_directory
 from unicoll.net.secret import KeyText
 from unicoll.run.args import ERR, OUT, LaunchOptions
 from unicoll.run.nodes import Placement
@@ -41,7 +40,7 @@ class LogFiles:
         wanted = any(any(each.values()) for each in (options.redirects, options.tees, options.matches))
         self.kept = options.log_dir is not None or wanted
         # Absolute, because the workers may change their working directory.
-        base = os.path.abspath(tempfile.gettempdir() if options.log_dir is None else options.log_dir)
+        base = os.path.abspath(temporary_directory() if options.log_dir is None else options.log_dir)
         name = "".join(c if c.isalnum() or c in "-_.:" else "_" for c in options.run_id)
         parent = open_directory(base, make=0o777)
         try:
@@ -328,7 +327,7 @@ def _destination(options: LaunchOptions, local_rank: int, which: int) -> _Destin
 
 def _command(options: LaunchOptions, local_rank: int, reporting: str) -> list[str]:
     # A command is not run by this interpreter, so -I -S is possible: worker_main.py starts in a few milliseconds.
-    python = [sys.executable, "-I", "-S"] if options.kind == "command" else [options.python]
+    python = [sys.executable, "-I", "-S"] if options.kind == "command" else python_command(options.python)
     launcher = str(os.getpid())
     command = [*python, _WORKER_MAIN, launcher, reporting, options.kind, options.target]
     return [
@@ -336,6 +335,14 @@ def _command(options: LaunchOptions, local_rank: int, reporting: str) -> list[st
         *([f"--local-rank={_shown_local_rank(options, local_rank)}"] if options.gives_local_rank else ()),
         *options.arguments,
     ]
+
+
+def python_command(python: str) -> list[str]:
+    """The command of an interpreter: with the flags of this process, as ``-O`` or ``-X dev``, if it is the same one."""
+    if python != sys.executable:
+        return [python]
+    unbuffered = ["-u"] if sys.flags.ignore_environment else []  # it ignores PYTHONUNBUFFERED
+    return [python, *subprocess._args_from_interpreter_flags(), *unbuffered]  # type: ignore[attr-defined]
 
 
 def _shown_local_rank(options: LaunchOptions, local_rank: int) -> int:

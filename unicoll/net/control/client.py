@@ -57,9 +57,15 @@ _TAKEOVER_S = 30.0
 """Seconds in which the ranks connect to a new relay after the relay's process has ended."""
 _REFUSALS_S = 1.0
 """Seconds between rank 0's looks into the store for ranks that cannot join."""
+_STALE_CHECK_S = 0.5
+"""Seconds between checks whether another rendezvous has begun, while rank 0 does not answer."""
 _RETRY_S = 0.02
 _REPLY_S = 1.0
 """Seconds to wait for a reply of the relay, or for the end of this process's thread."""
+
+
+class StaleRendezvousError(DistNetworkError):
+    """Rank 0 of an earlier job has left its address in the store, and rank 0 of this job has replaced its record."""
 
 
 class ControlClient:
@@ -112,6 +118,7 @@ class ControlClient:
         self._connection = RelayConnection(rank, key, host_timeout)
         self.send = self._connection.send
         self._thread: threading.Thread | None = None
+        self._lost_rank_0 = ""  # what this process waits for if that does not answer
         self._changed = Changes()
         self._departures = Departures(self._changed)
         self.departed = self._departures.departed
@@ -137,26 +144,32 @@ class ControlClient:
 
     # --- joining and leaving ---------------------------------------------------------------------------------
 
-    def start(self, store: Store, timeout: float, address: str = "") -> None:
+    def start(
+        self, store: Store, timeout: float, address: str = "", replaced: Callable[[], bool] | None = None
+    ) -> None:
         """Join the job; returns when every rank of the world has joined.
+
+        Args:
+            address: of the store, for messages.
+            replaced: returns True once another rendezvous has begun in the store; None if it ends with its job.
 
         Raises:
             OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has them.
             RankLostError: a rank died meanwhile.
+            StaleRendezvousError: this is an earlier rendezvous, whose rank 0 has ended.
         """
         with warn_while_waiting(self._name, lambda: self._describe_wait(address)):
-            self._start(store, timeout, address)
+            self._start(store, timeout, address, replaced)
 
     def _describe_wait(self, address: str) -> str:
         """What this process waits for before all ranks have joined; "" if rank 0 says it."""
         if self._relay is None:
-            return (
-                f"rank 0 to open its control port; the store is at {address}" if self._thread is None else ""
-            )
+            what = self._lost_rank_0 or "rank 0 to open its control port"
+            return f"{what}; the store is at {address}" if self._thread is None else ""
         missing = set(range(self.size)).difference(self._relay.connected())
         return f"{ranks_text(missing)} of {self.size}; the store is at {address}" if missing else ""
 
-    def _start(self, store: Store, timeout: float, address: str) -> None:
+    def _start(self, store: Store, timeout: float, address: str, replaced: Callable[[], bool] | None) -> None:
         deadline = time.monotonic() + timeout
         self._store_timeout = store.timeout
         self._standby.listen()
@@ -165,9 +178,7 @@ class ControlClient:
             self._relay = Relay(self.size, self._key, self._address, host_timeout=self._host_timeout)
             store.set("control", json.dumps(self._relay.addresses[0]))
         try:
-            store.wait(
-                ["control"], seconds_left(deadline)
-            )  # by default it would wait for the store's own timeout
+            self._await_control_port(store, deadline, replaced)
         except StoreTimeoutError:
             error = OperationTimeoutError(
                 f"{self._title}: after {timeout:g} s rank 0 has not joined", op=self._op
@@ -176,7 +187,35 @@ class ControlClient:
             raise error from None
         host, port = from_store("control", store.get("control"), (str, int))
         try:
-            sock = self._connection.connect(host, port, 0, seconds_left(deadline, 0.1), deadline)
+            sock = self._connect_to_rank_0(host, port, deadline)
+        except (RankLostError, DistNetworkError) as e:
+            self._lost_rank_0 = f"a new record of rank 0, since {host}:{port} of the last one does not answer"
+            if isinstance(e, AuthenticationError) or not _await_replacement(replaced, deadline):
+                raise
+            raise StaleRendezvousError(str(e)) from e
+        self._thread = threading.Thread(
+            target=self._receive, args=(sock, self._hello()), name="unicoll-control", daemon=True
+        )
+        self._connection.start()
+        self._thread.start()
+        self._await_ranks(store, deadline, timeout, address)
+
+    def _await_control_port(self, store: Store, deadline: float, replaced: Callable[[], bool] | None) -> None:
+        """Wait until rank 0 has stored its address; StoreTimeoutError, StaleRendezvousError."""
+        while True:
+            left = seconds_left(deadline)  # by default it would wait for the store's own timeout
+            try:
+                store.wait(["control"], left if replaced is None else min(left, _STALE_CHECK_S))
+                return
+            except StoreTimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
+                if replaced is not None and replaced():
+                    raise StaleRendezvousError("rank 0 has begun another rendezvous") from None
+
+    def _connect_to_rank_0(self, host: str, port: int, deadline: float) -> Connection:
+        try:
+            return self._connection.connect(host, port, 0, seconds_left(deadline, 0.1), deadline)
         except AuthenticationError:
             raise
         except DistNetworkError as e:
@@ -189,12 +228,6 @@ class ControlClient:
                 f"rank 0's control port {host}:{port} cannot be reached: {e};"
                 " UNICOLL_SOCKET_IFNAME on rank 0's host selects another interface"
             ) from e
-        self._thread = threading.Thread(
-            target=self._receive, args=(sock, self._hello()), name="unicoll-control", daemon=True
-        )
-        self._connection.start()
-        self._thread.start()
-        self._await_ranks(store, deadline, timeout, address)
 
     def _hello(self) -> Message:
         """The first message on a connection."""
@@ -447,6 +480,16 @@ class ControlClient:
                 self._changed.notify_all()
         elif (handler := self._handlers.get(kind)) is not None:
             handler(message)
+
+
+def _await_replacement(replaced: Callable[[], bool] | None, deadline: float) -> bool:
+    """True once another rendezvous has begun in the store; False at the deadline, or if the store ends."""
+    with suppress(DistError):
+        while replaced is not None and time.monotonic() < deadline:
+            if replaced():
+                return True
+            time.sleep(_STALE_CHECK_S)
+    return False
 
 
 def _host_id(key: bytes) -> str:
