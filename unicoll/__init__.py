@@ -196,7 +196,12 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name not in _LAZY and name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import sys
+
+        from unicoll.api.mpi_names import hint
+
+        text = f"module {__name__!r} has no attribute {name!r}{hint(name)}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     with _importing:
         if name in _LAZY:
             path, _, inner = _LAZY[name].partition(":")

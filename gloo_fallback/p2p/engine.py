@@ -614,6 +614,11 @@ class P2PEngine:
             queues = [c.sender.outbox for c in self.open.values() if c.unsent > 0]
             return any(pending.call is call for queue in (self._matcher.posted, *queues) for pending in queue)
 
+    def others(self, call: Call) -> str:
+        """The messages with other tags that have come, for a text about a receive that waits."""
+        with self.lock:
+            return self._matcher.others(call)
+
     def message_state(self, peer: int) -> MessageState:
         """The state of the messages to and from a member."""
         with self.lock:

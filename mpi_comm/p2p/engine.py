@@ -293,6 +293,10 @@ class MPIP2PEngine:
         """True for a receive whose message has not come; False for a send, which MPI may end without the receiver."""
         return self._matcher.needs_peer(call)
 
+    def others(self, call: Call) -> str:
+        """The messages with other tags that have come, for a text about a receive that waits."""
+        return self._matcher.others(call)
+
     def message_state(self, peer: int) -> MessageState:
         """The state of the messages to and from a member."""
         return self._matcher.message_state(peer)

@@ -205,6 +205,19 @@ def reduce_once() -> list[float]:
     return x.tolist()
 
 
+def send_two_tags_when_told(told: str) -> None:
+    dist.send(np.full(1, 1.0), 0, tag=7)
+    Path(told).read_text()
+    dist.send(np.full(1, 2.0), 0, tag=-1)
+
+
+def receive_with_minus_one() -> list[float]:
+    found = np.empty(1), np.empty(1)
+    dist.recv(found[0], 1, tag=-1)
+    dist.recv(found[1], 1, tag=None)
+    return [float(each[0]) for each in found]
+
+
 def receive_once() -> int:
     """Receive from rank 1."""
     x = np.zeros(1)

@@ -107,6 +107,19 @@ def test_a_receive_says_what_the_sender_does(tmp_path: Path) -> None:
         leave_cleanly(job, range(2))
 
 
+def test_a_receive_says_which_tags_have_come(tmp_path: Path) -> None:
+    """mpi4py's ANY_TAG is -1, which is a tag like others here."""
+    told = named_pipe(tmp_path)
+    with joined(2, env=ENV, quiet=False) as job:
+        job.call(jobs.send_two_tags_when_told, told, ranks=[1])
+        with reading(told):
+            job.call(jobs.receive_with_minus_one, ranks=[0])
+            line = warnings(job, [0, 1], 1)[0]
+        assert job.results() == [[2.0, 1.0], None]
+        assert line.endswith("; messages with other tags have come: 7 (tag=None receives with any tag)")
+        leave_cleanly(job, range(2))
+
+
 def test_zero_turns_the_warnings_off() -> None:
     with joined(2, env={"UNICOLL_STALL_WARNING": "0"}) as job:
         job.call(jobs.late, 2.5, ranks=[1])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
+import pickle
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -370,6 +373,44 @@ def test_function_and_method_are_those_of_the_row(row):
         assert f"{name}:" in text, name
     assert row.mpi in text
     assert row.mpi in inspect.getdoc(method)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "here"),
+    [
+        (unicoll, "Allreduce", "all_reduce"),
+        (unicoll, "Iallgatherv", "all_gather with async_op=True"),
+        (unicoll, "Isend", "isend (docs"),
+        (unicoll, "COMM_WORLD", "the default group"),
+        (unicoll, "bcast", "broadcast_object_list"),
+        (ReduceOp, "MAXLOC", "argmax"),
+        (ReduceOp, "PROD", "PRODUCT"),
+    ],
+)
+def test_names_of_mpi4py_are_explained(place, name, here):
+    with pytest.raises(AttributeError, match=f"{name}.*{re.escape(here)}.*hpc.md") as raised:
+        getattr(place, name)
+    assert (raised.value.name, raised.value.obj) == (name, place)
+
+
+@pytest.mark.parametrize("place", [unicoll, ReduceOp])
+def test_other_names_are_not_explained(place):
+    with pytest.raises(AttributeError) as raised:
+        getattr(place, "Impossible")  # noqa: B009 - it does not exist
+    assert "mpi4py" not in str(raised.value)
+    assert not hasattr(place, "I")
+
+
+def test_a_group_is_not_pickled_or_copied():
+    """The error named a lock, and not the group that some attribute holds."""
+    unicoll.init_process_group(rank=0, world_size=1, store=unicoll.HashStore())
+    try:
+        held = {"trainer": [unicoll.group.WORLD]}
+        for function in (pickle.dumps, copy.deepcopy, lambda each: copy.copy(each["trainer"][0])):
+            with pytest.raises(TypeError, match=r"group 'world' cannot be pickled or copied"):
+                function(held)
+    finally:
+        unicoll.destroy_process_group()
 
 
 def _functions_of_groups() -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -64,6 +64,18 @@ class Masked(np.ma.MaskedArray):  # type: ignore[type-arg]
     pass
 
 
+class Convertible:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise AssertionError("a copy would not be written back")
+
+
+class Frame(Convertible):
+    """As those of pandas, polars and xarray."""
+
+    def to_numpy(self) -> Any:
+        return self.__array__()
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [
@@ -79,6 +91,8 @@ class Masked(np.ma.MaskedArray):  # type: ignore[type-arg]
         ),
         (lambda: np.random.default_rng(), "expected an array .*, got Generator"),
         (lambda: np.dtype("f4"), "expected an array .*, got Float32DType"),
+        (Frame, r"expected an array .*, got Frame; give its \.to_numpy\(\)"),
+        (Convertible, r"expected an array .*, got Convertible; give np\.asarray of it"),
     ],
 )
 def test_unsupported_subclasses_raise_with_their_name(made: Callable[[], Any], says: str) -> None:

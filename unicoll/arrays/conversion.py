@@ -379,7 +379,9 @@ def _memory_of(array: Any) -> memoryview:
     try:
         return memoryview(array)
     except TypeError:
-        raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind}") from None
+        convert = "its .to_numpy()" if hasattr(type(array), "to_numpy") else "np.asarray of it"
+        hint = f"; give {convert}" if hasattr(type(array), "__array__") else ""
+        raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind}{hint}") from None
     except ValueError as e:  # it was released
         raise DistTypeError(f"{kind}: {e}") from None
 

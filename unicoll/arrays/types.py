@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -168,7 +168,23 @@ def _bits(factor: Any) -> tuple[int, ...]:
     return (*words, rest & 0xFFFF_FFFF) if rest else words
 
 
-class ReduceOp:
+_OF_MPI = {
+    **dict.fromkeys(("LAND", "LOR", "LXOR"), "MIN, MAX or BXOR of bool arrays"),
+    **dict.fromkeys(("MAXLOC", "MINLOC"), "all_gather_into_tensor of the values, then argmax or argmin"),
+    "PROD": "PRODUCT",
+}
+"""MPI's reductions with other names or none, and what serves in their place (docs/hpc.md)."""
+
+
+class _Names(type):
+    """Explains names that do not exist."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        there = f"; in place of MPI's {name}: {_OF_MPI[name]} (docs/hpc.md)" if name in _OF_MPI else ""
+        raise AttributeError(f"{cls.__name__} has no {name!r}{there}", name=name, obj=cls)
+
+
+class ReduceOp(metaclass=_Names):
     """The reductions, with torch.distributed's names.
 
     ``SUM``, ``PRODUCT``, ``MIN``, ``MAX`` (NaN wins over numbers), ``BAND``, ``BOR``, ``BXOR`` (integers and bool),

@@ -200,7 +200,8 @@ class MessageMatcher(Generic[P, M]):
             f"{tag} ({count} of them)" if count > 1 else str(tag) for tag, count in sorted(tags.items())
         ]
         more = ", ..." if len(listed) > _SHOWN else ""
-        return f"; messages with other tags have come: {', '.join(listed[:_SHOWN])}{more}"
+        tags_text = ", ".join(listed[:_SHOWN]) + more
+        return f"; messages with other tags have come: {tags_text} (tag=None receives with any tag)"
 
 
 _SHOWN = 8

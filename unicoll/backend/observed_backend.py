@@ -29,6 +29,9 @@ class MessageQueues(Protocol):
     def message_state(self, peer: int) -> MessageState:
         """The state of the messages to and from a member."""
 
+    def others(self, call: Call) -> str:
+        """The messages with other tags that have come, as the end of a text about a receive that waits; "" if none."""
+
 
 class Operation(NamedTuple):
     """An operation that ends once every one of some members has posted it.

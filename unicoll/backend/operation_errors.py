@@ -238,10 +238,10 @@ def first_member_that_left(context: Context) -> int | None:
     return next((r for r in context.ranks if r in control.left), None) if control is not None else None
 
 
-def log_stall(context: Context, call: Call, seconds: float, links: str) -> None:
+def log_stall(context: Context, call: Call, seconds: float, links: str, others: str = "") -> None:
     """Log a warning that a call has waited for some seconds, with what the ranks do that it waits for.
 
-    ``links`` as in :func:`report`.
+    ``links`` as in :func:`report`, ``others`` as for :func:`message_timeout_error`.
     """
     what = f"{call.describe_with_number()} on group {context.name!r}{_at(call.site)}"
     text = f"{what} has waited {seconds:.0f} s"
@@ -251,7 +251,9 @@ def log_stall(context: Context, call: Call, seconds: float, links: str) -> None:
         doing = [
             _describe_state(context, context.ranks[m], reports.get(context.ranks[m]), None) for m in peers
         ]
-        text += f"; {_list([f'{context.who(m)}: {what}' for m, what in zip(peers, doing, strict=True)])}"
+        text += (
+            f"; {_list([f'{context.who(m)}: {what}' for m, what in zip(peers, doing, strict=True)])}{others}"
+        )
     else:
         reports = _request_reports(context)
         arrived, absent = _arrived_and_absent(context, call, reports)

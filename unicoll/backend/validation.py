@@ -65,7 +65,7 @@ def _write_refusal(buffer: Buffer) -> str:
     shape, strides = getattr(buffer.owner, "shape", ()), getattr(buffer.owner, "strides", None)
     if strides and has_shared_elements(shape, strides, buffer.dtype.itemsize):
         return "has several elements in the same memory; give a copy"
-    return "is read-only"
+    return "is read-only; give a copy that can be written, as np.array(x) makes"
 
 
 def _check_arity(

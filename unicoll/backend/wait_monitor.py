@@ -243,7 +243,11 @@ class WaitMonitor:
             if entry.number in self._granted:
                 self._granted.discard(entry.number)
                 if backend.error is None:
-                    operation_errors.log_stall(backend.context, call, entry.warned_at, backend.links())
+                    queues = backend.message_queues if call.op.message and not call.inputs else None
+                    others = queues.others(call) if queues is not None else ""
+                    operation_errors.log_stall(
+                        backend.context, call, entry.warned_at, backend.links(), others
+                    )
             elif age >= max(self._warn_s, 2 * entry.warned_at):
                 entry.warned_at = age
                 name = f"{_backend_group(backend)} {call.op.name}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from unicoll.backend.contract import Backend, Context, Job
 from unicoll.backend.interrupts import leaves_doubt
@@ -119,6 +119,12 @@ class ProcessGroup:
             backends.close()
             raise
         return made
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"group {self.group_name!r} cannot be pickled or copied: it consists of connections of this process; leave"
+            " it out of the object (__getstate__, __deepcopy__), and give it or its name to each process"
+        )
 
     def _pybind11_conduit_v1_(self, *args: Any) -> Any:
         """Called by C++ functions of torch that are given this group in place of one of torch's."""
