@@ -916,6 +916,30 @@ def test_old_dump_directories_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert (other / "rank_0.json").exists()
 
 
+MANY_GROUPS = """
+import resource
+import numpy as np
+import unicoll as dist
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+dist.init_process_group(timeout=60)
+for _ in range(128):
+    dist.barrier(group=dist.new_group())
+"""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_too_few_open_files_for_the_groups(folder: LaunchFolder, transport: str) -> None:
+    """The error asked whether another program listened on the port."""
+    done = folder.launch("-n", "2", folder.script(MANY_GROUPS), UNICOLL_TRANSPORT=transport)
+    assert done.returncode == 1
+    assert re.search(
+        r"rank \d \(host .*cannot be reached at .*: its process can open no more files: the limit is 128 \(ulimit -n\)",
+        done.stderr,
+    )
+    assert "another program" not in done.stderr
+
+
 def test_too_few_open_files_for_the_workers(folder: LaunchFolder) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if not 0 <= hard <= 1 << 20:

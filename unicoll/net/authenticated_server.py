@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import resource
 import selectors
 import socket
 import threading
@@ -243,8 +244,7 @@ class Server(ABC):
                 and not interfaces.raise_descriptor_limit()
                 and not self._evict(any_age=True)
             ):
-                sock.close()
-                self._refuse_clients("the limit of open files is near (ulimit -n)")
+                self._refuse_for_descriptors(sock, self.handshake_address(listener))
                 return
             self._add_client(sock, self.handshake_address(listener))
 
@@ -261,6 +261,13 @@ class Server(ABC):
             return False
         self._drop(client)
         return True
+
+    def _refuse_for_descriptors(self, sock: socket.socket, address: str) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        with sock, suppress(OSError):
+            sock.setblocking(False)
+            sock.send(self._handshake(sock, address).refuse_for_descriptors(limit))
+        self._refuse_clients(f"of its limit of {limit} open files (ulimit -n) only the last are left")
 
     def _refuse_clients(self, reason: str) -> None:
         log.log(self._log_level(reason), "%s cannot accept more clients: %s", self._thread.name, reason)
@@ -283,12 +290,7 @@ class Server(ABC):
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            own_user = (self.private and not self._key) or isinstance(self._key, OwnUserKey)
-            same_user = partial(_is_same_user, sock) if own_user else None
-            protection = channel.wanted_protection(sock, self.minimum_protection)
-            handshake = ServerHandshake(
-                self._key, self._purpose, same_user, self.rank, address, self.private, protection
-            )
+            handshake = self._handshake(sock, address)
             client = Client(sock, handshake)
             self._selector.register(sock, selectors.EVENT_READ, client)
         except OSError:
@@ -297,6 +299,14 @@ class Server(ABC):
         self._clients.add(client)
         self._admission.add(client)
         self._send(client, handshake.outgoing())
+
+    def _handshake(self, sock: socket.socket, address: str) -> ServerHandshake:
+        own_user = (self.private and not self._key) or isinstance(self._key, OwnUserKey)
+        same_user = partial(_is_same_user, sock) if own_user else None
+        protection = channel.wanted_protection(sock, self.minimum_protection)
+        return ServerHandshake(
+            self._key, self._purpose, same_user, self.rank, address, self.private, protection
+        )
 
     # --- clients ----------------------------------------------------------------------------------------------------
 

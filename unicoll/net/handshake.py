@@ -5,6 +5,7 @@ No other bytes are interpreted before both proofs are verified. All frames have 
     both, at once:  HELLO = magic (12) | flags (1) | purpose, zero-padded (16) | rank (4) | host (16) | nonce (32)
     client, then:   PROOF = HMAC-SHA256(key, "client" | server's HELLO | client's HELLO | address)
     server, then:   VERDICT (1), and after ACCEPTED its own PROOF, with "server" for "client"
+    (a server without descriptors for a client sends its HELLO, a VERDICT, its limit of open files (4), and closes)
 
 The nonces are fresh, so a recorded exchange cannot be replayed. Direction, purpose, flags, ranks and hosts are under
 the MAC, so a proof is not valid for another connection. So is the address that the server has published and the client
@@ -34,8 +35,10 @@ from unicoll.net import interfaces
 from unicoll.net.handshake_messages import (
     ACCEPTED,
     HELLO_SIZE,
+    LIMIT,
     MAGIC,
     NAME,
+    NO_DESCRIPTORS,
     OTHER_USER,
     PLAIN,
     PRIVATE,
@@ -146,6 +149,10 @@ class ServerHandshake:
         if len(self._received) >= HELLO_SIZE + PROOF_SIZE:
             self._verify(hello, self._received[HELLO_SIZE : HELLO_SIZE + PROOF_SIZE])
 
+    def refuse_for_descriptors(self, limit: int) -> bytes:
+        """The bytes to send to a client before its connection is closed: this process can open no more files."""
+        return self.outgoing() + bytes([NO_DESCRIPTORS]) + LIMIT.pack(min(limit, 2**32 - 1))
+
     def _refuse(self, verdict: int) -> NoReturn:
         self._out += bytes([verdict])
         raise AuthenticationError(f"refused a client: {REASONS[verdict]}")
@@ -224,6 +231,12 @@ def client_handshake(
             raise AuthenticationError(f"handshake with {peer}: {_explain(verdict, purpose, hello.purpose)}")
         _send(sock, make_proof(key, b"client", theirs, mine, address), deadline, peer)
         verdict = _receive(sock, 1, deadline, peer)[0]
+        if verdict == NO_DESCRIPTORS:
+            (limit,) = LIMIT.unpack(_receive(sock, LIMIT.size, deadline, peer))
+            raise DistNetworkError(
+                f"its process can open no more files: the limit is {limit} (ulimit -n), and every group needs"
+                " connections to each member; raise the limit, or destroy groups"
+            )
         if verdict != ACCEPTED:
             reason = REASONS.get(verdict, f"refused with the unknown code {verdict}")
             if verdict == WRONG_SECRET and address:

@@ -30,7 +30,9 @@ SERVER_HAS_NONE = 4
 WRONG_PURPOSE = 5
 OTHER_USER = 6
 OTHER_PROTECTION = 7
-"""Verdicts of the server."""
+NO_DESCRIPTORS = 8
+"""Verdicts of the server. After the last one comes its limit of open files, as LIMIT."""
+LIMIT = struct.Struct("<I")
 
 
 class Protection(NamedTuple):
