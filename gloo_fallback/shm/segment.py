@@ -97,6 +97,10 @@ def can_share() -> str | None:
         return "this kernel has no memfd"
     if not futex.has_futex():
         return f"{platform.machine()} is not supported by this version"
+    try:
+        boot_id()
+    except OSError:
+        return "there is no /proc, by which processes map each other's memory"
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -160,7 +161,10 @@ def _exchange_host_info(connections: GroupConnections) -> list[HostInfo]:
         wanted = transport_preference()
     except BackendUnavailableError as e:
         connections.state.fail(e)
-    host = zlib.crc32(socket.gethostname().encode()) << 32 | zlib.crc32(boot_id().encode())
+    boot = ""  # without /proc the ranks do not share memory
+    with suppress(OSError):
+        boot = boot_id()
+    host = zlib.crc32(socket.gethostname().encode()) << 32 | zlib.crc32(boot.encode())
     plan = connections.plan((5 * 8,) * connections.size, np.dtype(np.uint64))
     plan.mine[:] = (host, wanted, can_share() is None, has_strong_ordering(), connections.deterministic)
     found = [tuple(map(int, vote)) for vote in connections.exchange(plan)]

@@ -916,6 +916,54 @@ def test_old_dump_directories_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert (other / "rank_0.json").exists()
 
 
+WITHOUT_PROC = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
+USES_ALL = """
+import numpy as np
+import unicoll as dist
+
+dist.init_process_group(timeout=60)
+x = np.ones(1 << 16)
+dist.all_reduce(x)
+objects = [None, None]
+dist.all_gather_object(objects, dist.get_rank())
+if dist.get_rank():
+    dist.send(x, 0)
+else:
+    dist.recv(x, 1)
+print(x[0], objects)
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+def test_a_job_without_proc(folder: LaunchFolder, transport: str) -> None:
+    """It failed at its first collective, for want of a file; its ranks cannot share memory."""
+    if subprocess.run([*WITHOUT_PROC, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no process can be without /proc here: it needs root and unshare")
+    done = subprocess.run(
+        [
+            *WITHOUT_PROC,
+            sys.executable,
+            "-m",
+            "unicoll.run",
+            "-n",
+            "2",
+            "--no-prefix",
+            folder.script(USES_ALL),
+        ],
+        cwd=folder.path,
+        env=environment(UNICOLL_TRANSPORT=transport),
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        check=False,
+    )
+    if transport == "auto":
+        assert (done.returncode, done.stdout) == (0, "2.0 [0, 1]\n" * 2), done.stderr
+    else:
+        assert "UNICOLL_TRANSPORT=shm, but rank 0 " in done.stderr
+        assert "cannot share memory" in done.stderr
+
+
 MANY_GROUPS = """
 import resource
 import numpy as np
