@@ -68,11 +68,11 @@ def _flush_sends(backends: list[MPIBackend]) -> None:
     """Call MPI if no operation is in it.
 
     The rest of a message can wait for the sender's next call of MPI though MPI has reported that it is sent (seen over
-    TCP on busy hosts with Intel MPI 2021.18 and Open MPI 5.0.10).
+    TCP on busy hosts with Intel MPI 2021.18 and Open MPI 5.0.11).
     """
     mpi = backends[0].mpi
     communicators = [b.communicator for b in backends if b.communicator is not None]
-    if mpi.holds_back_sends and not any(c.in_mpi_since for c in communicators):
+    if mpi.any_thread_calls and not any(c.in_mpi_since for c in communicators):
         try:
             mpi.make_progress()
         except mpi.MPI.Exception as e:  # an operation that fails for the same reason reports it

@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and sys.path and sys.path[0] == __file__.rpartition("/")[0]:
-    del sys.path[
-        0
-    ]  # run by its path: it is the package's own folder, whose modules have no names of their own
+    # Run by its path: Python puts the file's folder first, where "import trace" would find unicoll.trace.
+    del sys.path[0]
 
 import os
 from collections.abc import Sequence

@@ -537,7 +537,8 @@ class P2PEngine:
                 )
             self._in_flight.difference_update(operations)
             return
-        member, why = self.state.find_ended_member(peer) or (
+        latest = max(pending.deadline for pending in operations)
+        member, why = self.state.find_ended_member(peer, latest) or (
             peer,
             f"{self.context.who(peer)} closed its connection",
         )

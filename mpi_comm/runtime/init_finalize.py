@@ -78,6 +78,7 @@ class Runtime:
         level: the thread level, as text.
         must_finalize: True if this library initialised MPI.
         mpi_thread: the thread that makes all MPI calls; None if any thread may call MPI.
+        any_thread_calls: True if any thread may call MPI; the watchdog calls it between operations then.
         types: MPI's datatype by the element type's name.
         largest_tag: MPI_TAG_UB.
         largest_count: most elements of one MPI call; larger arrays need several calls.
@@ -116,7 +117,7 @@ class Runtime:
         self.largest_count = (1 << 62) if mpi.VERSION >= 4 else (1 << 31) - 1
         version = self.call(mpi.Get_library_version)
         self.library = _short_version(version)
-        self.holds_back_sends = self.mpi_thread is None
+        self.any_thread_calls = self.mpi_thread is None
         self.prefers_nonblocking = self.mpi_thread is not None or any(
             name in self.library.lower() for name in ("mpich", "intel")
         )

@@ -86,7 +86,13 @@ def networks(report: dict[str, Any]) -> set[str]:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
-    ("master", "network"), [("10.77.0.1", "10.77.0"), ("fd77::1", "fd77:"), ("[fd78::1]", "fd78:")]
+    ("master", "network"),
+    [
+        ("10.77.0.1", "10.77.0"),
+        ("fd77::1", "fd77:"),
+        ("[fd78::1]", "fd78:"),
+        ("fe80::1%lan1", "fe80:"),
+    ],
 )
 def test_two_nodes_with_a_static_master(hosts: Hosts, master: str, network: str) -> None:
     job = FinishedJob(launch(hosts, "everything", master=master, per_node=2, env=SECRET))
@@ -105,6 +111,8 @@ def test_two_nodes_with_a_static_master(hosts: Hosts, master: str, network: str)
         ("UNICOLL_SOCKET_IFNAME", "lan1", "10.77.0.1", {"10.78.0"}),
         ("UNICOLL_SOCKET_IFNAME", "=lan1", "10.77.0.1", {"10.78.0"}),
         ("UNICOLL_SOCKET_IFNAME", "^lan0,apart", "10.77.0.1", {"10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "^apart", "10.77.0.1", {"10.77.0", "10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "lan1,docker0", "10.77.0.1", {"10.78.0"}),
         ("UNICOLL_SOCKET_IFNAME", "lan1,lan0", "10.77.0.1", {"10.77.0", "10.78.0"}),
         ("UNICOLL_SOCKET_IFNAME", "lan1", "fd77::1", {"fd78:"}),
         ("GLOO_SOCKET_IFNAME", "lan1", "10.77.0.1", {"10.78.0"}),

@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from ipaddress import ip_network
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +25,7 @@ from unicoll.backend.ops import OPS
 from unicoll.errors import OperationTimeoutError, RankLostError
 from unicoll.net.channel import Channel, Connection, records_for
 from unicoll.net.interrupts import Changes
-from unicoll.net.links import Address, unacknowledged
+from unicoll.net.links import Address, links, unacknowledged
 
 LAN0, LAN1, LAN2 = "10.77.0", "10.78.0", "10.79.0"
 TIMEOUT = 0.4
@@ -152,6 +153,32 @@ def dialed(endpoint: Any, peer: int, group: str = "g") -> list[str]:
     """The hosts to which a rank would make each of its connections to a peer."""
     count = endpoint.connections_to(peer, lambda: None)
     return [endpoint._address(peer, group, lane, lambda: None).host for lane in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("lower", "higher", "expected"),
+    [
+        (["10.77.0.1", "172.17.0.1"], ["172.17.0.1", "10.77.0.2"], [("10.77.0.1", "10.77.0.2")]),
+        (["172.17.0.1", "10.77.0.1"], ["172.17.0.1", "10.78.0.2"], [("10.77.0.1", "10.78.0.2")]),
+        (["172.17.0.1"], ["172.17.0.1", "10.78.0.2"], [("172.17.0.1", "10.78.0.2")]),
+        (["10.77.0.1", "172.17.0.1"], ["10.77.0.1", "172.17.0.1"], [("10.77.0.1",) * 2, ("172.17.0.1",) * 2]),
+        (["fe80::1%lan0"], ["fe80::2%eth1"], [("fe80::1%lan0", "fe80::2%eth1")]),
+    ],
+    ids=["two hosts", "routers between", "one chose others", "one host", "link-local"],
+)
+def test_an_address_of_both_is_no_common_network(
+    lower: list[str], higher: list[str], expected: list[tuple[str, str]]
+) -> None:
+    """Docker's and libvirt's bridges have the same address on every host."""
+    bits = {"fe80": 64, "172.": 16}
+    low, high = (
+        [
+            Address(host, 1, "", str(ip_network(f"{host.partition('%')[0]}/{bits.get(host[:4], 24)}", False)))
+            for host in hosts
+        ]
+        for hosts in (lower, higher)
+    )
+    assert [(mine.host, theirs.host) for mine, theirs in links(low, high)] == expected
 
 
 @pytest.mark.parametrize(

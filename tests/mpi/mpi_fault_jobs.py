@@ -140,11 +140,11 @@ def interrupted_creation(where: str, in_check: bool) -> list[Failure | None]:
 def _holding_back(value: bool) -> Iterator[None]:
     """Whether the watchdog calls MPI between operations."""
     mpi = runtime()
-    before, mpi.holds_back_sends = mpi.holds_back_sends, value
+    before, mpi.any_thread_calls = mpi.any_thread_calls, value
     try:
         yield
     finally:
-        mpi.holds_back_sends = before
+        mpi.any_thread_calls = before
 
 
 def calls_of_mpi_without_operations(count: int) -> None:

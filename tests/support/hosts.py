@@ -1,6 +1,7 @@
 """Several hosts on one machine: network namespaces connected by two switches, with IPv4 and IPv6.
 
-Host k has the interfaces lan0 (10.77.0.k, fd77::k) and lan1 (10.78.0.k, fd78::k), and an unconnected one, "apart".
+Host k has the interfaces lan0 (10.77.0.k, fd77::k, fe80::k) and lan1 (10.78.0.k, fd78::k, fe80::k), an unconnected
+one, "apart", and a bridge for containers, docker0, with the same address on both.
 Needs root and ``ip``; the tests that use the fixture are skipped otherwise.
 """
 
@@ -51,10 +52,17 @@ class Hosts:
         for k, host in enumerate(hosts, start=1):
             self._cable(f"loose{k}", host, "apart")
             self._address(host, "apart", f"10.99.{k}.1/24", f"fd99:{k}::1/64")
+            ip("-n", host, "link", "add", "docker0", "type", "bridge")
+            self._address(host, "docker0", "172.17.0.1/16")
+            # it has a carrier while a container runs
+            ip("-n", host, "link", "add", "outside", "type", "veth", "peer", "name", "inside")
+            ip("-n", host, "link", "set", "outside", "master", "docker0", "up")
+            ip("-n", host, "link", "set", "inside", "up")
 
     def _cable(self, port: str, host: str, interface: str) -> None:
         switches = self.names[0]
         ip("-n", switches, "link", "add", port, "type", "veth", "peer", "name", interface, "netns", host)
+        ip("-n", host, "link", "set", interface, "addrgenmode", "none")
         ip("-n", switches, "link", "set", port, "up")
 
     def _address(self, host: str, interface: str, *addresses: str) -> None:
@@ -85,7 +93,7 @@ class Hosts:
         ip("-n", self.names[host], "link", "set", f"lan{lan}", "down")
 
     def switch_on(self, lan: int, host: int) -> None:
-        addresses = f"10.{77 + lan}.0.{host}/24", f"fd{77 + lan}::{host}/64"
+        addresses = f"10.{77 + lan}.0.{host}/24", f"fd{77 + lan}::{host}/64", f"fe80::{host}/64"
         self._address(self.names[host], f"lan{lan}", *addresses)
 
     def own_names(self, *names: str) -> None:

@@ -151,8 +151,29 @@ def test_interfaces_without_carrier_are_used_only_if_all_are(monkeypatch: pytest
 
 def test_only_link_local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "interfaces", lambda: [ETH0_LL])
-    with pytest.raises(DistNetworkError, match="only link-local addresses match"):
-        interfaces.listen_addresses("10.0.0.1", {"UNICOLL_SOCKET_IFNAME": "eth0"})
+    environ = {"UNICOLL_SOCKET_IFNAME": "eth0"}
+    assert interfaces.listen_addresses("10.0.0.1", environ).addresses == ["fe80::5%eth0"]
+
+
+@pytest.mark.parametrize(
+    ("own", "host", "expected"),
+    [
+        ("fe80::5%eth0", "fe80::1%ens3", "fe80::1%eth0"),
+        ("10.0.0.5", "fe80::1%ens3", "fe80::1%ens3"),
+        ("fe80::5%eth0", "10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_the_zone_of_an_address_is_that_of_this_host(own: str, host: str, expected: str) -> None:
+    assert interfaces.in_zone_of(own, host) == expected
+
+
+def test_bridges_to_containers_come_last_where_nothing_gives_an_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interfaces, "interfaces", lambda: [LO, DOCKER, ETH0, ETH1])
+    for spec, expected in (("^lo", [ETH0, ETH1, DOCKER]), ("docker,eth1", [DOCKER, ETH1])):
+        choice = interfaces.listen_addresses("10.0.0.1", {"UNICOLL_SOCKET_IFNAME": spec})
+        assert choice.addresses == [interface.address for interface in expected]
 
 
 @pytest.mark.usefixtures("host")

@@ -145,7 +145,7 @@ def test_a_store_that_replaces_a_lost_one() -> None:
 def test_values_of_another_program() -> None:
     store = HashStore()
     store.set("unicoll/recovery/last", "many")
-    with pytest.raises(DistStoreError, match="a value of another program or version"):
+    with pytest.raises(DistStoreError, match="the last recovery is of another program or version"):
         form(store, member(0), 1)
 
 

@@ -31,7 +31,7 @@ from unicoll.net.authenticated_server import Client
 from unicoll.net.channel import Connection
 from unicoll.net.fork_safety import guard
 from unicoll.net.framed_server import FrameServer, frame, handshake_address, read_exactly
-from unicoll.net.interfaces import raise_descriptor_limit
+from unicoll.net.interfaces import in_zone_of, raise_descriptor_limit
 from unicoll.net.interrupts import Changes
 from unicoll.net.links import Address, endpoints, first_link, links, with_interfaces
 from unicoll.net.received_json import from_store
@@ -328,8 +328,10 @@ class Endpoint:
         """The links to a peer, as address of this rank and of the peer; both compute the same ones."""
         own, theirs = self._own.addresses, self._addresses(peer, check).addresses
         if self._job.rank < peer:
-            return links(own, theirs)
-        return [(mine, other) for other, mine in links(theirs, own)]
+            found = links(own, theirs)
+        else:
+            found = [(mine, other) for other, mine in links(theirs, own)]
+        return [(mine, other._replace(host=in_zone_of(mine.host, other.host))) for mine, other in found]
 
     def connections_to(self, peer: int, check: Callable[[], None]) -> int:
         """How many connections a large message to or from a peer uses; both ranks compute the same number."""

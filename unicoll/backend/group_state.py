@@ -113,17 +113,19 @@ class GroupState:
             DistError: the group's error, if it has one or another rank has announced one.
             RankLostError: else: of the member that ended first, if one has ended; else for ``reason``.
         """
-        ended = self.find_ended_member(peer)
+        assert self.call is not None
+        ended = self.find_ended_member(peer, self.deadline or time.monotonic() + self.call.timeout)
         if ended is not None:
             self.fail(self.lost_error(*ended))
         self.check()
         self.fail(self.lost_error(peer, reason))
 
-    def find_ended_member(self, peer: int) -> tuple[int, str] | None:
+    def find_ended_member(self, peer: int, takeover_until: float) -> tuple[int, str] | None:
         """The member whose end has closed a connection to ``peer``, and how it ended; waits 0.5 s for the notice.
 
-        While another process takes the relay over, it waits for that first. None if no member has ended, and as soon
-        as the group has failed.
+        While another process takes the relay over, it waits for that first, at most until ``takeover_until`` (the
+        deadline of the call, on the clock of ``time.monotonic``). None if no member has ended, and as soon as the group
+        has failed.
         """
         context, control = self.context, self.context.job.control
         deadline = time.monotonic() + _NOTICE_S
@@ -132,10 +134,10 @@ class GroupState:
                 self.abort(failure)
             elif (rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)) is not None:
                 return context.ranks.index(rank), control.departed[rank]
-            elif not control.relay_settled():
+            elif (now := time.monotonic()) < takeover_until and not control.relay_settled():
                 # No notice arrives before this process is connected to the new relay.
-                deadline = time.monotonic() + _NOTICE_S
-            elif time.monotonic() >= deadline:
+                deadline = now + _NOTICE_S
+            elif now >= deadline:
                 break
         return None
 

@@ -24,7 +24,6 @@ from unicoll.bootstrap.rendezvous import Members
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
 from unicoll.errors import (
     DistError,
-    DistStoreError,
     GroupAbortedError,
     OperationTimeoutError,
     RankLostError,
@@ -34,7 +33,7 @@ from unicoll.net import logs
 from unicoll.net.control.departures import ENDED_KEY
 from unicoll.net.formatting import ranks_text
 from unicoll.net.join_warnings import warn_while_waiting
-from unicoll.net.received_json import parse
+from unicoll.net.received_json import foreign_value, from_store
 from unicoll.net.stores import PrefixStore, Store
 from unicoll.net.stores.base import seconds_of
 from unicoll.net.stores.signed import SignedStore
@@ -272,7 +271,7 @@ def _last_formed(store: Store) -> int:
     try:
         return int(store.try_get("last") or 0)
     except ValueError as error:
-        raise _foreign_value() from error
+        raise foreign_value("number of the last recovery", error) from error
 
 
 def _skip_to(store: Store, number: int) -> None:
@@ -286,13 +285,5 @@ def _packed(members: Sequence[Member]) -> bytes:
 
 
 def _unpacked(value: bytes) -> list[Member]:
-    try:
-        return [Member(**{name: fields[name] for name in _MEMBER}) for fields in parse(value, [_MEMBER])]
-    except ValueError as error:
-        raise _foreign_value() from error
-
-
-def _foreign_value() -> DistStoreError:
-    return DistStoreError(
-        "recover: the store has a value of another program or version of unicoll", op="recover"
-    )
+    found = from_store("members of a recovery", value, [_MEMBER])
+    return [Member(**{name: fields[name] for name in _MEMBER}) for fields in found]

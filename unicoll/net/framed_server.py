@@ -30,8 +30,11 @@ def frame(message: Message) -> bytes:
 
 
 def handshake_address(host: str, port: int) -> str:
-    """An address of :attr:`FrameServer.addresses` in the form that handshakes prove."""
-    return f"{host} {port}"
+    """An address of :attr:`FrameServer.addresses` in the form that handshakes prove.
+
+    Without the zone of a link-local address, which differs between the hosts.
+    """
+    return f"{host.partition('%')[0]} {port}"
 
 
 def read_frame(sock: Connection) -> Message:

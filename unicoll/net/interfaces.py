@@ -54,6 +54,11 @@ class Interface(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} {self.address}"
 
+    @property
+    def zone(self) -> str:
+        """``%name`` if sockets on this host need it after the address: if that is IPv6 and link-local."""
+        return f"%{self.name}" if self.scope == "link" and self.family == socket.AF_INET6 else ""
+
 
 class AddressChoice(NamedTuple):
     """The addresses to listen on, best first, and why they were chosen."""
@@ -224,12 +229,15 @@ def _named_addresses(variable: str, spec: str, pattern: str, family: int | None)
                 f" this host has {_describe(found)}"
             )
     selected = match_interfaces(pattern, [i for i in found if i.is_up])
-    # A peer cannot use a link-local address, whose zone is this host's.
-    usable = [i for i in selected if i.scope != "link" or i.family == socket.AF_INET]
+    # Link-local addresses only where there are no others: with them, interfaces are paired by their order alone.
+    usable = [i for i in selected if not i.zone] or selected
     usable = [i for i in usable if i.has_carrier] or usable
     if not usable:
-        reason = "only link-local addresses match" if selected else "no interface that is up matches"
-        raise DistNetworkError(f"{variable}={spec}: {reason}; this host has {_describe(found)}")
+        raise DistNetworkError(
+            f"{variable}={spec}: no interface that is up matches; this host has {_describe(found)}"
+        )
+    if spec.startswith("^"):  # an exclusion gives no order; the first address is that of the control port
+        usable.sort(key=_is_inside)
     preferred = family or socket.AF_INET
     by_name: dict[str, Interface] = {}
     for interface in usable:
@@ -238,15 +246,21 @@ def _named_addresses(variable: str, spec: str, pattern: str, family: int | None)
         ):
             by_name[interface.name] = interface
     chosen = list(by_name.values())
-    return AddressChoice([i.address for i in chosen], f"{variable}={spec} ({', '.join(map(str, chosen))})")
+    return AddressChoice(
+        [i.address + i.zone for i in chosen], f"{variable}={spec} ({', '.join(map(str, chosen))})"
+    )
 
 
 def _first_usable(found: Iterable[Interface]) -> Interface | None:
     """The first address that other hosts may reach: IPv4 before IPv6, bridges to containers last; None without any."""
     usable = [i for i in found if i.is_up and i.has_carrier and i.scope == "global"]
-    inside = ("docker", "virbr")
-    usable.sort(key=lambda i: (i.name.startswith(inside), i.family != socket.AF_INET))
+    usable.sort(key=lambda i: (_is_inside(i), i.family != socket.AF_INET))
     return usable[0] if usable else None
+
+
+def _is_inside(interface: Interface) -> bool:
+    """True for a bridge to containers or virtual machines; on all hosts it often has the same address."""
+    return interface.name.startswith(("docker", "virbr"))
 
 
 def _describe(found: list[Interface]) -> str:
@@ -267,11 +281,12 @@ def _source_address(family: int, target: Any) -> str | None:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
-            address = str(probe.getsockname()[0])
+            address, *_, zone = probe.getsockname()
+            if family == socket.AF_INET6 and zone:
+                address += f"%{socket.if_indextoname(zone)}"
     except OSError:
         return None
-    # Other hosts cannot use a link-local address (it has a zone).
-    return None if address in ("0.0.0.0", "::") or "%" in address else address
+    return None if address in ("0.0.0.0", "::") else address
 
 
 def _route_family(host: str | None) -> int | None:
@@ -421,6 +436,15 @@ def parse_port(text: str, where: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) > 65535:
         raise DistArgumentError(f"{where!r}: the port must be a number from 0 to 65535, not {text!r}")
     return int(text)
+
+
+def in_zone_of(own: str, host: str) -> str:
+    """An address of another host for sockets of this one: a link-local one with the zone that ``own`` has.
+
+    The zone is the name of this host's interface to the link; the interface of the other one may have another name.
+    """
+    zone = own.partition("%")[2]
+    return f"{host.partition('%')[0]}%{zone}" if zone and "%" in host else host
 
 
 def join_hostport(host: str, port: int) -> str:

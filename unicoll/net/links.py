@@ -43,7 +43,7 @@ def with_interfaces(addresses: Iterable[tuple[str, int]]) -> list[Address]:
     known = {}
     with suppress(DistNetworkError):
         known = {found.address: (found.name, found.network) for found in interfaces()}
-    return [Address(host, port, *known.get(host, ("", ""))) for host, port in addresses]
+    return [Address(host, port, *known.get(_bare(host), ("", ""))) for host, port in addresses]
 
 
 def links(lower: list[Address], higher: list[Address]) -> list[tuple[Address, Address]]:
@@ -51,7 +51,12 @@ def links(lower: list[Address], higher: list[Address]) -> list[tuple[Address, Ad
 
     They are in the order of the lower rank's addresses. Where no two addresses are in one network, as between hosts
     that reach each other through routers, the first addresses of both make a link, the second ones another, and so on.
+    An address that both processes have is left out if they have others, too: on two hosts it is that of a bridge to
+    containers on each, and connections to it stay on the own host.
     """
+    shared = {address.host for address in lower} & {address.host for address in higher}
+    lower = [address for address in lower if address.host not in shared] or lower
+    higher = [address for address in higher if address.host not in shared] or higher
     found, rest = [], list(higher)
     for mine in lower:
         theirs = next((address for address in rest if _in_one_network(mine, address)), None)
@@ -73,7 +78,7 @@ def endpoints(sock: Connection, own: Iterable[Address], theirs: Iterable[Address
     except OSError:  # it has ended
         return f"to {peer}"
     near, far = (
-        Address(address[0], address[1], next((a.interface for a in known if a.host == address[0]), ""))
+        Address(address[0], address[1], next((a.interface for a in known if _bare(a.host) == address[0]), ""))
         for address, known in ends
     )
     return f"{near} to {peer} at {far}"
@@ -106,5 +111,9 @@ def _in_one_network(one: Address, other: Address) -> bool:
     return _contains(one.network, other.host) and _contains(other.network, one.host)
 
 
+def _bare(host: str) -> str:
+    return host.partition("%")[0]
+
+
 def _contains(network: str, host: str) -> bool:
-    return bool(network) and ipaddress.ip_address(host) in ipaddress.ip_network(network)
+    return bool(network) and ipaddress.ip_address(_bare(host)) in ipaddress.ip_network(network)

@@ -35,7 +35,7 @@ from unicoll.net.control.client import ControlClient
 from unicoll.net.formatting import printable_line
 from unicoll.net.handshake import NoAnswerError
 from unicoll.net.join_warnings import warn_while_waiting
-from unicoll.net.received_json import check, parse
+from unicoll.net.received_json import check, foreign_value, from_store, parse
 from unicoll.net.secret import find_secret
 from unicoll.net.stores import PrefixStore, Store, TCPStore
 from unicoll.net.stores.signed import SignedStore
@@ -112,6 +112,7 @@ class SeveralNodes(Nodes):
         self._secret = find_secret()
         self._address = ""  # to listen on
         self._endpoint = interfaces.join_hostport(options.master_addr, options.master_port)
+        self._values = f"value of the launchers at {self._endpoint}"
         self._size = options.nnodes
         self._rank = -1 if options.node_rank is None else options.node_rank
         self._token = secrets.token_hex(8)
@@ -335,10 +336,7 @@ class SeveralNodes(Nodes):
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if missing:
                     raise OperationTimeoutError(f"no answer from {', '.join(map(self._describe, missing))}")
-        try:
-            return [parse(each, kind) for each in self._store.multi_get(keys)]
-        except ValueError as error:
-            raise self._foreign_values() from error
+        return [from_store(self._values, each, kind) for each in self._store.multi_get(keys)]
 
     # --- rounds -----------------------------------------------------------------------------------------------
 
@@ -376,7 +374,7 @@ class SeveralNodes(Nodes):
                 raise ValueError(f"rank {rank} of {len(nodes)} nodes")
             self._rank, self._nodes, round_key = rank, nodes, bytes.fromhex(found["key"])
         except ValueError as error:
-            raise self._foreign_values() from error
+            raise foreign_value(self._values, error) from error
         self._connect(PrefixStore("launchers", store), round_key, deadline)
 
     def _connect(self, store: PrefixStore, round_key: bytes, deadline: float) -> None:
@@ -472,10 +470,7 @@ class SeveralNodes(Nodes):
         try:
             return int(root.try_get("round") or 0)
         except ValueError as error:
-            raise self._foreign_values() from error
-
-    def _foreign_values(self) -> DistError:
-        return DistError(f"{self._endpoint} has values of another program or version of unicoll")
+            raise foreign_value(self._values, error) from error
 
     def _leave_round(self) -> None:
         self._close_job()

@@ -39,7 +39,7 @@ from unicoll.net.control.standby import Standby
 from unicoll.net.formatting import printable_values, ranks_text
 from unicoll.net.framed_server import read_frame
 from unicoll.net.host_identity import UNKNOWN_HOST, host_id
-from unicoll.net.interfaces import require_descriptors
+from unicoll.net.interfaces import in_zone_of, require_descriptors
 from unicoll.net.interrupts import Changes, raised_by_handler
 from unicoll.net.join_warnings import title, warn_while_waiting
 from unicoll.net.received_json import from_store
@@ -186,6 +186,7 @@ class ControlClient:
             error.missing = [0]
             raise error from None
         host, port = from_store("control", store.get("control"), (str, int))
+        host = in_zone_of(self._address, host)
         try:
             sock = self._connect_to_rank_0(host, port, deadline)
         except (RankLostError, DistNetworkError) as e:
@@ -396,6 +397,7 @@ class ControlClient:
 
     def relay_settled(self) -> bool:
         """True unless this process is about to connect to a new relay."""
+        # Threads of calls use it; the control thread, which makes that connection, would wait for itself.
         rank = self._relay_rank
         return (
             self._closed
@@ -437,7 +439,9 @@ class ControlClient:
         self._standby.serve(self._departures.all(), expected, how)
 
     def _connect_to_new_relay(self, rank: int, peer: PeerInfo, deadline: float) -> Connection:
-        sock = self._connection.connect(peer.address, peer.port, rank, _REPLY_S, deadline)
+        sock = self._connection.connect(
+            in_zone_of(self._address, peer.address), peer.port, rank, _REPLY_S, deadline
+        )
         try:
             # with the failures that the last relay may not have sent to all members
             self._connection.introduce(sock, self._hello(), self._failures.messages)
@@ -484,6 +488,7 @@ class ControlClient:
 
 def _await_replacement(replaced: Callable[[], bool] | None, deadline: float) -> bool:
     """True once another rendezvous has begun in the store; False at the deadline, or if the store ends."""
+    # On the thread that calls init_process_group, before the control thread exists: nobody else waits meanwhile.
     with suppress(DistError):
         while replaced is not None and time.monotonic() < deadline:
             if replaced():

@@ -19,6 +19,7 @@ from unicoll.net.control.clock import ClockOffset
 from unicoll.net.control.deadlock_detector import DeadlockDetector
 from unicoll.net.formatting import printable_line
 from unicoll.net.framed_server import MAX_FRAME, FrameServer, frame
+from unicoll.net.interfaces import in_zone_of
 from unicoll.net.interrupts import Changes
 from unicoll.net.records import TamperedError
 
@@ -272,7 +273,8 @@ class Relay(FrameServer):
         start = time.monotonic()
         for rank, info in list(takeover.expected.items()):
             try:
-                socket.create_connection((info.address, info.port), 1.0).close()
+                host = in_zone_of(self.addresses[0][0], info.address)
+                socket.create_connection((host, info.port), 1.0).close()
             except ConnectionRefusedError:
                 del takeover.expected[rank]
                 self._unannounced.append(departure_of(rank, _Member(rank, info).describe(), takeover.how))

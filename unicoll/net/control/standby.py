@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from unicoll.net.authenticated_server import listen
 from unicoll.net.control.relay import Departure, PeerInfo, Relay, Takeover
 from unicoll.net.fork_safety import guard
+from unicoll.net.interfaces import in_zone_of
 from unicoll.net.secret import Secret
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Standby:
         used, self._used = self._used, None
         if used is not None:
             used.close()
-        host, port = address
+        host, port = in_zone_of(self._host, address[0]), address[1]
         secret = Secret(self._key, "the job")
         # The calling thread detects lost ranks. It must not wait here for a process that has ended in the meantime.
         self._used = TCPStore(host, port, None, False, _STORE_TIMEOUT, False, secret=secret, retry=False)
