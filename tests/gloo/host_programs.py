@@ -114,6 +114,10 @@ def join(timeout: float = PATIENCE_S) -> Report:
         return caught(error)
 
 
+def join_briefly() -> Report:
+    return join(TIMEOUT)
+
+
 def join_without_rank_1(folder: str) -> Report:
     """Join a job that refuses rank 1; rank 0, which waits for it in vain, begins when rank 1 is ready to join."""
     importlib.import_module("unicoll.bootstrap.join")  # as init_process_group does

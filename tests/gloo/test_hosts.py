@@ -199,6 +199,34 @@ def test_settings_that_cannot_be_met_raise(
         assert all(word in report["message"] for word in words), report
 
 
+EPHEMERAL = (30000, 65534)
+"""With all ports that the kernel gives to clients, and to listeners without UNICOLL_PORT_RANGE."""
+
+
+def test_a_firewall_is_named_by_both_ranks(hosts: Hosts) -> None:
+    """Only the store's port is open."""
+    hosts.filter(*EPHEMERAL)
+    first, second = FinishedJob(launch(hosts, "join_briefly", env=SECRET)).successful_reports(2)
+    words = r"rank 0's control port 10\.77\.0\.1:\d+ cannot be reached: .*a firewall .*UNICOLL_PORT_RANGE=first-last"
+    assert second["error"] == "DistNetworkError"
+    assert re.match(words, second["message"])
+    assert first["error"] == "RankLostError"
+    assert re.search(rf"rank 1 \(host host2, pid \d+\) could not join: .*{words}", first["message"])
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_a_range_of_ports_that_a_firewall_lets_through(hosts: Hosts, per_node: int) -> None:
+    hosts.filter(*EPHEMERAL)
+    ports = range(25000, 25016)
+    env = {**SECRET, "UNICOLL_PORT_RANGE": f"{ports[0]}-{ports[-1]}", "UNICOLL_SOCKET_IFNAME": "lan0,lan1"}
+    job = FinishedJob(launch(hosts, "everything", per_node=per_node, env=env))
+    for report in job.successful_reports(2 * per_node):
+        assert networks(report) == {"10.77.0", "10.78.0"}
+        for own, own_port, peer, peer_port in report["connections"]:
+            assert {own_port, peer_port} & {*ports} or own == peer or min(own_port, peer_port) < EPHEMERAL[0]
+
+
 @pytest.mark.slow
 def test_store_listens_only_on_the_master_address(hosts: Hosts, tmp_path: Path) -> None:
     processes = launch(hosts, "lose_the_link", str(tmp_path), "10", env=SECRET)
@@ -288,6 +316,9 @@ def test_hosts_with_different_settings_raise_authentication_error(
     assert words in refused["message"]
     assert waiting["error"] == "OperationTimeoutError"
     assert "missing: rank 1" in waiting["message"]
+    assert re.search(
+        rf"; refused: 10\.77\.0\.2:\d+ \(refused a client: .*{words}.*\) \d s ago$", waiting["message"]
+    )
 
 
 @pytest.mark.every(2)

@@ -276,6 +276,11 @@ def test_a_signal_to_one_launcher_ends_the_job(folder: LaunchFolder, port: int) 
             ["UNICOLL_SECRET=another-secret-of-32-characters-x"],
             "every process of the job needs the same one",
         ),
+        (
+            [],
+            ["UNICOLL_SECRET=another-secret-of-32-characters-x"],
+            r"error: waited 2 s for 1 of 2 nodes.*; refused: \S+ \(refused a client: the two sides have different",
+        ),
         (["--rdzv-conf=join_timeout=1"], None, "waited 1 s for 1 of 2 nodes to connect to"),
     ],
 )

@@ -21,6 +21,7 @@ import pytest
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 """Of the hosts' interfaces lan0."""
+_FILTERS = "50"
 NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
 
 
@@ -53,6 +54,9 @@ class Hosts:
             self._cable(f"loose{k}", host, "apart")
             self._address(host, "apart", f"10.99.{k}.1/24", f"fd99:{k}::1/64")
             ip("-n", host, "link", "add", "docker0", "type", "bridge")
+            # rules for packets to this host come before this one only if it is not the first
+            ip("-n", host, "rule", "add", "pref", "100", "lookup", "local")
+            ip("-n", host, "rule", "del", "pref", "0")
             self._address(host, "docker0", "172.17.0.1/16")
             # it has a carrier while a container runs
             ip("-n", host, "link", "add", "outside", "type", "veth", "peer", "name", "inside")
@@ -82,6 +86,22 @@ class Hosts:
     def plug(self, lan: int, host: int) -> None:
         ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "master", f"switch{lan}")
         ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "up")
+
+    def filter(self, first: int, last: int) -> None:
+        """Drop TCP packets between the hosts whose ports both are in a range, until :meth:`restore`.
+
+        Connections to a port outside are not concerned: their other port is in the kernel's range for clients.
+        """
+        ports = f"{first}-{last}"
+        for host, lan in itertools.product(self.names[1:], ("lan0", "lan1")):
+            drop = ("ipproto", "tcp", "sport", ports, "dport", ports, "blackhole")
+            ip("-n", host, "rule", "add", "pref", _FILTERS, "iif", lan, *drop)
+
+    def _remove_filters(self) -> None:
+        for host in self.names[1:]:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                while True:
+                    ip("-n", host, "rule", "del", "pref", _FILTERS)
 
     def limit(self, lan: int, host: int, *discipline: str) -> None:
         """Set the queueing discipline of what a host receives, until :meth:`restore`."""
@@ -167,6 +187,7 @@ class Hosts:
         """End what runs, and undo what a test did to the links."""
         self.stop()
         self._remove_names()
+        self._remove_filters()
         for lan, host in itertools.product((0, 1), (1, 2)):
             self.plug(lan, host)
             self.limit(lan, host, "noqueue")

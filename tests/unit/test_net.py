@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
 from ipaddress import ip_address, ip_network
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicoll.errors import DistArgumentError, DistNetworkError
-from unicoll.net import interfaces
+from unicoll.net import environment, interfaces
+from unicoll.net.authenticated_server import listen
 from unicoll.net.interfaces import Interface
+from unicoll.run.job import reserve_port
 
 LO = Interface("lo", socket.AF_INET, "127.0.0.1", "host", True, True)
 LO6 = Interface("lo", socket.AF_INET6, "::1", "host", True, True)
@@ -292,3 +295,31 @@ def test_loopback_and_local_names() -> None:
     assert not interfaces.is_local_address("no-such-host.invalid")
     with pytest.raises(DistNetworkError, match=r"cannot resolve host 'no-such-host\.invalid'"):
         interfaces.resolve("no-such-host.invalid", 1)
+
+
+# --- ports ----------------------------------------------------------------------------------------------------------
+
+
+def test_listeners_take_the_free_ports_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as opened:
+        taken = opened.enter_context(socket.create_server(("0.0.0.0", 0)))
+        reserved = [opened.enter_context(reserve_port()) for _ in range(2)]  # listeners can bind these
+        ports = [int(sock.getsockname()[1]) for sock in (reserved[0], taken, reserved[1])]
+        monkeypatch.setattr(environment, "port_range", lambda: ports)
+        found = {opened.enter_context(listen("0.0.0.0")).getsockname()[1] for _ in range(2)}
+        assert found == {ports[0], ports[2]}
+        with pytest.raises(
+            DistNetworkError, match=rf"no free port at 0\.0\.0\.0: .*={ports[0]}-{ports[2]} are"
+        ):
+            listen("0.0.0.0")
+        with pytest.raises(DistNetworkError, match="no free port"):
+            reserve_port(host="10.0.0.1")
+        assert opened.enter_context(listen("127.0.0.1")).getsockname()[1] not in ports
+        assert opened.enter_context(reserve_port()).getsockname()[1] not in ports
+
+
+@pytest.mark.parametrize("value", ["5000", "0-10", "20-10", "1-65536", "5000-", "a-b", "-5"])
+def test_no_range_of_ports(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("UNICOLL_PORT_RANGE", value)
+    with pytest.raises(DistArgumentError, match=f"UNICOLL_PORT_RANGE={value} is not first-last"):
+        environment.check()

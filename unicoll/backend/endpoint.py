@@ -31,7 +31,7 @@ from unicoll.net.authenticated_server import Client
 from unicoll.net.channel import Connection
 from unicoll.net.fork_safety import guard
 from unicoll.net.framed_server import FrameServer, frame, handshake_address, read_exactly
-from unicoll.net.interfaces import in_zone_of, raise_descriptor_limit
+from unicoll.net.interfaces import FIREWALL_HINT, in_zone_of, raise_descriptor_limit
 from unicoll.net.interrupts import Changes
 from unicoll.net.links import Address, endpoints, first_link, links, with_interfaces
 from unicoll.net.received_json import from_store
@@ -347,7 +347,8 @@ class Endpoint:
         """The addresses to which this rank cannot make the connections of a group, because they do not answer."""
         with self._changed.lock:
             found = {(key[2], address) for key, address in self._unanswered.items() if key[0] == group}
-        return [f"no answer from rank {peer} at {address}" for peer, address in sorted(found)]
+        lines = [f"no answer from rank {peer} at {address}" for peer, address in sorted(found)]
+        return [*lines[:-1], f"{lines[-1]} (behind a firewall: {FIREWALL_HINT})"] if lines else []
 
     def _await_readable(self, sock: socket.socket, peer: int, check: Callable[[], None]) -> None:
         """Wait until the socket is readable."""
@@ -390,7 +391,8 @@ class Endpoint:
         if reason is not None:
             raise RankLostError(reason, rank=peer) from error
         raise DistNetworkError(
-            f"{self._who(peer)} cannot be reached at {address}: {error}", rank=peer
+            f"{self._who(peer)} cannot be reached at {address}: {error} (behind a firewall: {FIREWALL_HINT})",
+            rank=peer,
         ) from error
 
     def _with_address(self, error: OperationTimeoutError, key: Key) -> OperationTimeoutError:
@@ -399,7 +401,9 @@ class Endpoint:
         if address is None or error.seq is not None:
             return error
         named = copy.copy(error)  # it may be the group's
-        named.args = (f"{error}; no answer from rank {key[2]} at {address}",)
+        named.args = (
+            f"{error}; no answer from rank {key[2]} at {address} (behind a firewall: {FIREWALL_HINT})",
+        )
         return named
 
     def _departure(self, peer: int, check: Callable[[], None]) -> str | None:

@@ -42,9 +42,24 @@ _HANDSHAKE_READ_SIZE = 4096
 _MAX_HANDSHAKE_CHUNKS = 16
 _PAUSE = 0.05
 _MAX_WARNINGS = 100
+_OTHER_PORT = (errno.EADDRINUSE, errno.EACCES)
+_MAX_REFUSALS = 8
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 log = logs.logger("server")
+
+_refusals: dict[str, tuple[float, str]] = {}
+"""By host, the last client that a server of this process has refused, its time and the reason."""
+
+
+def describe_refusals() -> str:
+    """The clients that servers of this process have refused, for the error of a process that waits for them.
+
+    The text begins with a semicolon; it is "" without refusals.
+    """
+    now = time.monotonic()
+    found = [f"{text} {now - when:.0f} s ago" for when, text in [*_refusals.values()]]
+    return f"; refused: {', '.join(found)}" if found else ""
 
 
 @dataclass(eq=False, repr=False)
@@ -79,13 +94,27 @@ def listen(
     """A socket that listens at a numeric address or a name.
 
     Args:
-        host, port: 0 picks a free port.
+        host, port: 0 picks a free port (:func:`unicoll.net.interfaces.free_ports`).
         dual_stack: an IPv6 socket takes IPv4 connections too.
         backlog: length of the kernel's queue.
 
     Raises:
         OSError: the address cannot be used.
+        DistNetworkError: no port of ``UNICOLL_PORT_RANGE`` is free.
     """
+    if port:
+        return _listen_on(host, port, reuse, dual_stack, backlog)
+    for candidate in interfaces.free_ports(host):
+        try:
+            # A port of a range may be in TIME_WAIT after the last job.
+            return _listen_on(host, candidate, reuse or candidate > 0, dual_stack, backlog)
+        except OSError as error:
+            if not candidate or error.errno not in _OTHER_PORT:
+                raise
+    raise AssertionError
+
+
+def _listen_on(host: str, port: int, reuse: bool, dual_stack: bool, backlog: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -333,6 +362,10 @@ class Server(ABC):
             level = self._log_level(f"{host} {kind}")  # one warning per host: it may be a port scanner
             detail = error if isinstance(error, AuthenticationError) else f"{kind}: {error}"
             log.log(level, "%s closed a connection from %s: %s", self._thread.name, peer, detail)
+            if isinstance(error, AuthenticationError) and (
+                host in _refusals or len(_refusals) < _MAX_REFUSALS
+            ):
+                _refusals[host] = time.monotonic(), f"{peer} ({detail})"
             self._drop(client)
 
     def _read(self, client: Client) -> None:

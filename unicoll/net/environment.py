@@ -63,6 +63,7 @@ TEXTS = (
     "UNICOLL_LAUNCHER",
     "UNICOLL_METRICS_FILE",
     "UNICOLL_NCCL_LIBRARY",
+    "UNICOLL_PORT_RANGE",
     "UNICOLL_XCCL_LIBRARY",
     "UNICOLL_SECRET",
     "UNICOLL_SECRET_FILE",
@@ -145,8 +146,25 @@ def number(name: str, environ: Environ | None = None) -> int:
     return int(text)
 
 
+def port_range(environ: Environ | None = None) -> range | None:
+    """The ports that ``UNICOLL_PORT_RANGE=first-last`` names; None if it is not set.
+
+    Raises:
+        DistArgumentError: the value is no such range.
+    """
+    name = "UNICOLL_PORT_RANGE"
+    text = _text(name, environ)
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d{1,5}) *- *(\d{1,5})", text, re.ASCII)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 0 < first <= last < 1 << 16:
+        raise _unknown(name, environ, "is not first-last, two port numbers from 1 to 65535")
+    return range(first, last + 1)
+
+
 def check(environ: Environ | None = None) -> None:
-    """Check the values of all flags, choices and numbers.
+    """Check the values of all flags, choices and numbers, and the port range.
 
     Raises:
         DistArgumentError: a value is unknown; the message has the variable and the accepted values.
@@ -157,6 +175,7 @@ def check(environ: Environ | None = None) -> None:
         choice(name, environ)
     for name in NUMBERS:
         number(name, environ)
+    port_range(environ)
     debug_level(environ)
 
 

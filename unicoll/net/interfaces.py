@@ -11,6 +11,7 @@ import errno
 import ipaddress
 import os
 import resource
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,9 +19,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from unicoll.errors import DistArgumentError, DistError, DistNetworkError
+from unicoll.net import environment
 from unicoll.net.timeouts import backoff, seconds_left
 
 _T = TypeVar("_T")
+
+FIREWALL_HINT = "UNICOLL_PORT_RANGE=first-last gives all listeners ports of that range"
 
 _SPARE_DESCRIPTORS = 24
 """For listeners, selectors, pipes and the like, beside the connections."""
@@ -450,6 +454,24 @@ def in_zone_of(own: str, host: str) -> str:
 def join_hostport(host: str, port: int) -> str:
     """``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def free_ports(host: str) -> Iterator[int]:
+    """Ports for a listener at an address of this host that may have any port: 0, the kernel's choice.
+
+    With ``UNICOLL_PORT_RANGE`` all ports of the range, from a random one on, and then DistNetworkError; for other hosts
+    only: firewalls do not concern loopback.
+    """
+    ports = environment.port_range()
+    if ports is None or is_loopback_name(host):
+        yield 0
+        return
+    start = secrets.randbelow(len(ports))
+    yield from ports[start:]
+    yield from ports[:start]
+    raise DistNetworkError(
+        f"no free port at {host}: all of UNICOLL_PORT_RANGE={ports[0]}-{ports[-1]} are in use on this host"
+    )
 
 
 def hostname() -> str:

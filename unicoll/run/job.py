@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from unicoll.net.interfaces import check_loopback, join_hostport
+from unicoll.net.interfaces import check_loopback, free_ports, join_hostport
 from unicoll.net.secret import Secret, find_secret, new_key_text
 from unicoll.run.process_cleanup import JOB_VARIABLE
 
@@ -27,25 +27,37 @@ def job_variable(token: str) -> str:
     return f"{outer}:{token}" if outer else token
 
 
-def reserve_port(port: int = 0) -> socket.socket:
+def reserve_port(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
     """Bind a TCP port on all interfaces without listening: a program that sets SO_REUSEADDR can listen there.
 
-    While the socket is open the kernel does not assign the port to sockets that request any free port, as 0 does here.
-    If the port is in use, the message of the OSError has it.
+    While the socket is open the kernel does not assign the port to sockets that request any free port, as 0 does here
+    (:func:`unicoll.net.interfaces.free_ports` of ``host``). If the port is in use, the message of the OSError has it.
     """
+    if port:
+        return _reserve(port, True)
+    for candidate in free_ports(host):
+        try:
+            return _reserve(candidate, False)
+        except OSError:
+            if not candidate:
+                raise
+    raise AssertionError
+
+
+def _reserve(port: int, is_requested: bool) -> socket.socket:
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
     except OSError:  # a kernel without IPv6
-        return _bind(socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port)
+        return _bind(socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port, is_requested)
     sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    return _bind(sock, "::", port)
+    return _bind(sock, "::", port, is_requested)
 
 
-def _bind(sock: socket.socket, host: str, port: int) -> socket.socket:
+def _bind(sock: socket.socket, host: str, port: int, is_requested: bool) -> socket.socket:
     try:
         # Without SO_REUSEADDR, bind does not pick a port that another process has reserved. A requested port may be
         # in TIME_WAIT after the last job.
-        if port:
+        if is_requested:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,10 +96,10 @@ class LocalJob:
         if not secret.key and address is None:
             made = new_key_text()
             secret = find_secret({"UNICOLL_SECRET": made})
-        self._port = reserve_port(master_port or 0)
+        host = address or "127.0.0.1"
+        self._port = reserve_port(master_port or 0, host)
         self.master_port: int = self._port.getsockname()[1]
         try:
-            host = address or "127.0.0.1"
             self.store: TCPStore = TCPStore(host, 0, is_master=True, wait_for_workers=False, secret=secret)
         except BaseException:
             self._port.close()

@@ -31,6 +31,7 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.net import interfaces, logs
+from unicoll.net.authenticated_server import describe_refusals
 from unicoll.net.control.client import ControlClient
 from unicoll.net.formatting import printable_line
 from unicoll.net.handshake import NoAnswerError
@@ -453,7 +454,8 @@ class SeveralNodes(Nodes):
         """Note what this launcher waits for; OperationTimeoutError after the deadline."""
         self._waits_for = what
         if time.monotonic() >= deadline:
-            raise OperationTimeoutError(f"waited {self._options.join_timeout:g} s for {what}")
+            limit = self._options.join_timeout
+            raise OperationTimeoutError(f"waited {limit:g} s for {what}{describe_refusals()}")
 
     def _await_round(self, root: TCPStore, deadline: float) -> int:
         """The next round of the launcher with the store."""

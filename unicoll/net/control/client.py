@@ -28,9 +28,10 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.net import environment, logs
+from unicoll.net.authenticated_server import describe_refusals
 from unicoll.net.channel import Connection
 from unicoll.net.control.clock import ClockOffset, Offset
-from unicoll.net.control.departures import Departures
+from unicoll.net.control.departures import Departures, publish_refusal
 from unicoll.net.control.group_failures import GroupFailures
 from unicoll.net.control.relay import PeerInfo, Relay, departure_of
 from unicoll.net.control.relay_connection import Message, RelayConnection
@@ -39,7 +40,7 @@ from unicoll.net.control.standby import Standby
 from unicoll.net.formatting import printable_values, ranks_text
 from unicoll.net.framed_server import read_frame
 from unicoll.net.host_identity import UNKNOWN_HOST, host_id
-from unicoll.net.interfaces import in_zone_of, require_descriptors
+from unicoll.net.interfaces import FIREWALL_HINT, in_zone_of, join_hostport, require_descriptors
 from unicoll.net.interrupts import Changes, raised_by_handler
 from unicoll.net.join_warnings import title, warn_while_waiting
 from unicoll.net.received_json import from_store
@@ -118,7 +119,8 @@ class ControlClient:
         self._connection = RelayConnection(rank, key, host_timeout)
         self.send = self._connection.send
         self._thread: threading.Thread | None = None
-        self._lost_rank_0 = ""  # what this process waits for if that does not answer
+        # what this process waits for before it is connected
+        self._waits_for = "rank 0 to open its control port"
         self._changed = Changes()
         self._departures = Departures(self._changed)
         self.departed = self._departures.departed
@@ -164,8 +166,7 @@ class ControlClient:
     def _describe_wait(self, address: str) -> str:
         """What this process waits for before all ranks have joined; "" if rank 0 says it."""
         if self._relay is None:
-            what = self._lost_rank_0 or "rank 0 to open its control port"
-            return f"{what}; the store is at {address}" if self._thread is None else ""
+            return f"{self._waits_for}; the store is at {address}" if self._thread is None else ""
         missing = set(range(self.size)).difference(self._relay.connected())
         return f"{ranks_text(missing)} of {self.size}; the store is at {address}" if missing else ""
 
@@ -187,10 +188,11 @@ class ControlClient:
             raise error from None
         host, port = from_store("control", store.get("control"), (str, int))
         host = in_zone_of(self._address, host)
+        self._waits_for = f"an answer from rank 0's control port {join_hostport(host, port)}"
         try:
-            sock = self._connect_to_rank_0(host, port, deadline)
+            sock = self._connect_to_rank_0(store, host, port, deadline)
         except (RankLostError, DistNetworkError) as e:
-            self._lost_rank_0 = f"a new record of rank 0, since {host}:{port} of the last one does not answer"
+            self._waits_for = f"a new record of rank 0, since {host}:{port} of the last one does not answer"
             if isinstance(e, AuthenticationError) or not _await_replacement(replaced, deadline):
                 raise
             raise StaleRendezvousError(str(e)) from e
@@ -214,9 +216,11 @@ class ControlClient:
                 if replaced is not None and replaced():
                     raise StaleRendezvousError("rank 0 has begun another rendezvous") from None
 
-    def _connect_to_rank_0(self, host: str, port: int, deadline: float) -> Connection:
+    def _connect_to_rank_0(self, store: Store, host: str, port: int, deadline: float) -> Connection:
         try:
-            return self._connection.connect(host, port, 0, seconds_left(deadline, 0.1), deadline)
+            # less than rank 0 waits, which then still reads the reason
+            seconds = seconds_left(deadline, 0.1) * 0.9
+            return self._connection.connect(host, port, 0, seconds, deadline)
         except AuthenticationError:
             raise
         except DistNetworkError as e:
@@ -225,10 +229,14 @@ class ControlClient:
         except OSError as e:
             if raised_by_handler(e):
                 raise
-            raise DistNetworkError(
-                f"rank 0's control port {host}:{port} cannot be reached: {e};"
-                " UNICOLL_SOCKET_IFNAME on rank 0's host selects another interface"
-            ) from e
+            error = DistNetworkError(
+                f"rank 0's control port {join_hostport(host, port)} cannot be reached: {e}. The store can be reached,"
+                f" so a firewall may let only some ports through ({FIREWALL_HINT}), or the address is in another"
+                " network (UNICOLL_SOCKET_IFNAME on rank 0's host selects another interface)"
+            )
+            with suppress(DistError):
+                publish_refusal(store, self.rank, error)
+            raise error from e
 
     def _hello(self) -> Message:
         """The first message on a connection."""
@@ -259,7 +267,8 @@ class ControlClient:
         missing = sorted(set(range(self.size)) - set(self._joined))
         error = OperationTimeoutError(
             f"{self._title}: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
-            f" missing: {ranks_text(missing)}{address and f'; the store is at {address}'}",
+            f" missing: {ranks_text(missing)}{address and f'; the store is at {address}'}"
+            f"{describe_refusals()}",
             op=self._op,
         )
         error.missing = missing
