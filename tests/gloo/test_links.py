@@ -383,7 +383,10 @@ def test_an_address_that_does_not_answer_is_in_the_error_or_report(kind: str) ->
         endpoint._directory[1] = _Addresses([Address("127.0.0.1", port, "lo")], 1)
         with pytest.raises(OperationTimeoutError) as raised:
             endpoint.connect(("g", kind, 1), too_late(endpoint, seq))
-    silent = f"no answer from rank 1 at 127.0.0.1:{port} (lo)"
+    silent = (
+        f"no answer from rank 1 at 127.0.0.1:{port} (lo) (behind a firewall: UNICOLL_PORT_RANGE=first-last gives all "
+        "listeners ports of that range)"
+    )
     assert str(raised.value) == ("too late" if seq else f"too late; {silent}")
     assert endpoint.unanswered("g") == [silent]
     assert endpoint.unanswered("other") == []
