@@ -348,6 +348,17 @@ def killed_while_joining() -> Any:
     return found
 
 
+def two_ranks_0() -> Any:
+    a, b, c = ranks(3)
+    first = a.join_error.remote(2, 0, "g")
+    await_record("g")
+    found = {"errors": [get(b.join_error.remote(2, 0, "g")), get(first)]}
+    found["left"] = record_exists("g")
+    get([a.join.remote(2, 0, "g"), c.join.remote(2, 1, "g")])
+    found["sums"] = on_all([a, c], "sum", "g")
+    return found
+
+
 def quick_rejoin() -> Any:
     """Rank 1 leaves a group and joins it again while rank 0 has not yet removed the first record."""
     a, b = ranks(2)

@@ -126,6 +126,18 @@ def test_an_actor_that_was_killed_while_joining_does_not_block_the_others(cluste
     assert found["sums"] == [3.0] * 3
 
 
+def test_two_actors_with_rank_0(cluster: str) -> None:
+    found = run("two_ranks_0", cluster)
+    assert [kind for kind, _, _ in found["errors"]] == ["DistStoreError", "RankLostError"]
+    for _, rank, text in found["errors"]:
+        assert rank == 0
+        assert re.search(
+            r"two processes have joined as rank 0: one on \S+, pid \d+, one on \S+, pid \d+$", text
+        )
+    assert not found["left"]
+    assert found["sums"] == [2.0] * 2
+
+
 def test_a_record_is_used_once(cluster: str) -> None:
     assert run("quick_rejoin", cluster) == [2.0] * 2
 

@@ -697,6 +697,21 @@ def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
             rank_0.result()
 
 
+@pytest.mark.parametrize("key", [b"", b"a secret of these tests"])
+def test_two_processes_with_rank_0_get_an_error_at_once(key: bytes) -> None:
+    """Both waited for rank 1, whose connection went to the later one, until their timeouts."""
+    store, secret = HashStore(), Secret(Key(key), "the test")
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(join, "gloo", None, 0, 2, store, 30.0, 30.0, secret=secret) for _ in range(2)]
+        errors = [one.exception() for one in both]
+    assert {type(error) for error in errors} == {DistStoreError, RankLostError}
+    process = re.escape(f"{socket.gethostname()}, pid {os.getpid()}")
+    for error in errors:
+        assert re.search(
+            f"two processes have joined as rank 0: one on {process}, one on {process}$", str(error)
+        )
+
+
 @pytest.mark.parametrize(
     ("rank", "warning", "error"),
     [

@@ -60,7 +60,8 @@ class Rendezvous:
         store_ends_with_rank_0: True if the store may end with rank 0's process.
         address: of the store, and its source, for messages.
         exit_keys: those of :class:`Members`.
-        replaced: returns True once rank 0 has begun another rendezvous; None if the store has no earlier job's values.
+        replaced: returns True once another rendezvous has begun in the store (on rank 0: raises DistStoreError); None
+            on other ranks if the store has no earlier job's values.
         fake: True if there are no other processes (:mod:`unicoll.bootstrap.fake_job`).
     """
 
@@ -258,7 +259,11 @@ def meet(found: Members, timeout: float = 300.0, environ: Environ = os.environ, 
         mpi_started=over_mpi,
         address=location.describe(),
         exit_keys=found.exit_keys,
-        replaced=partial(agreed.is_replaced, location.namespace) if location.outlives_jobs else None,
+        replaced=(
+            partial(agreed.is_replaced, location.namespace, secret.key)
+            if location.outlives_jobs or agreed.rank == 0
+            else None
+        ),
     )
 
 

@@ -123,10 +123,20 @@ class AgreedStore(NamedTuple):
     trusted: bool
     token: str
 
-    def is_replaced(self, namespace: str) -> bool:
-        """True if rank 0 has begun another rendezvous, in the same namespace of ``root``; DistError without it."""
+    def is_replaced(self, namespace: str, secret: bytes) -> bool:
+        """True if rank 0 has begun another rendezvous, in the same namespace of ``root``; DistError without it.
+
+        For rank 0 that is an error, on both processes.
+
+        Raises:
+            DistStoreError: this is rank 0; another process has joined as rank 0, too.
+        """
         text = PrefixStore(namespace, self.root).try_get("generation")
-        return text is not None and JobRecord.parse(text).token != self.token
+        if text is None or JobRecord.parse(text).token == self.token:
+            return False
+        if self.rank == 0:
+            raise refuse_second_rank_0(namespace, self.root, secret)
+        return True
 
 
 class JobRecord(NamedTuple):
@@ -343,13 +353,39 @@ def _wait(location: StoreLocation, store: Store, rank: int, deadline: float) -> 
     return store.get("generation")
 
 
+def refuse_to_join(namespace: str, root: Store, secret: bytes, rank: int, error: BaseException) -> None:
+    """Let rank 0 of the rendezvous in a store know that ``rank`` will not take part because of ``error``."""
+    text = PrefixStore(namespace, root).try_get("generation")
+    if text is not None:
+        record = JobRecord.parse(text)
+        store = PrefixStore(f"{namespace}/{record.token}", root)
+        publish_refusal(SignedStore(store, record.job_key(secret)), rank, error)
+
+
+def refuse_second_rank_0(namespace: str, root: Store, secret: bytes) -> DistStoreError:
+    """The error of a rank 0 that finds the record of another process with rank 0, which gets it, too."""
+    records = PrefixStore(namespace, root)
+    own, other = f"{interfaces.hostname()}, pid {os.getpid()}", "another host"
+    with suppress(DistError):
+        token = JobRecord.parse(records.get("generation")).token
+        other = _holder(PrefixStore(token, records).get("rank/0"))
+    error = DistStoreError(f"two processes have joined as rank 0: one on {own}, one on {other}", rank=0)
+    with suppress(DistError):
+        refuse_to_join(namespace, root, secret, 0, error)
+    return error
+
+
+def _holder(claim: bytes) -> str:
+    """Host and process of a claim; anyone may have written it."""
+    return printable_line(claim.decode(errors="replace").rpartition(", ")[0], 200)
+
+
 def _claim(location: StoreLocation, store: Store, rank: int) -> None:
     claim = f"{interfaces.hostname()}, pid {os.getpid()}, {secrets.token_hex(4)}"
-    holder = store.compare_set(f"rank/{rank}", "", claim).decode(errors="replace")
-    if holder != claim:
-        who = printable_line(holder.rpartition(", ")[0], 200)  # anyone may have written it
+    holder = store.compare_set(f"rank/{rank}", "", claim)
+    if holder != claim.encode():
         raise _OtherJobError(
-            f"rank {rank} at {location.address} is taken by a process on {who}: "
+            f"rank {rank} at {location.address} is taken by a process on {_holder(holder)}: "
             "two processes have the same rank, or the store is left over from an earlier job",
             rank=rank,
         )

@@ -28,7 +28,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,16 +40,14 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import Backend, BroadcastOptions, ReduceOptions
 
 import unicoll
-from unicoll.bootstrap.rendezvous_protocol import JobRecord, StoreLocation
+from unicoll.bootstrap.rendezvous_protocol import StoreLocation, refuse_second_rank_0, refuse_to_join
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, StoreTimeoutError
 from unicoll.group.process_group import ProcessGroup
 from unicoll.net import interfaces, logs
-from unicoll.net.control.departures import publish_refusal
 from unicoll.net.received_json import from_store
 from unicoll.net.secret import KeyText, given_secret, new_key_text
-from unicoll.net.stores import PrefixStore, TCPStore
+from unicoll.net.stores import TCPStore
 from unicoll.net.stores.base import DEFAULT_TIMEOUT
-from unicoll.net.stores.signed import SignedStore
 from unicoll.net.timeouts import backoff, seconds_left
 
 if TYPE_CHECKING:
@@ -264,7 +262,7 @@ def _join(world_size: int, rank: int, group_name: str) -> tuple[ProcessGroup, TC
     key = f"{ray.get_runtime_context().get_job_id()}/{group_name}"
     name = _job_name(group_name)
     while True:
-        store, record = _serve(key) if rank == 0 else _connect(key, rank, group_name)
+        store, record = _serve(key, name) if rank == 0 else _connect(key, rank, group_name)
         _used[key] = record
         try:
             group = unicoll.join(
@@ -295,18 +293,35 @@ def _job_name(group_name: str) -> str:
     return f"ray-{safe[:48]}-{hashlib.blake2s(group_name.encode(), digest_size=4).hexdigest()}"
 
 
-def _serve(key: str) -> tuple[TCPStore, _Record]:
+def _serve(key: str, name: str) -> tuple[TCPStore, _Record]:
     host = ray.util.get_node_ip_address()
     secret = new_key_text()
     bind = host if interfaces.is_local_address(host) else None  # else all interfaces
     store = TCPStore(host, 0, is_master=True, secret=given_secret(secret), bind=bind)
     try:
         record = _Record(host, store.port, secret)
-        internal_kv._internal_kv_put(key, json.dumps(record), namespace=_KEYS)
+        # The value of another process stays, and the result is True.
+        while internal_kv._internal_kv_put(key, json.dumps(record), overwrite=False, namespace=_KEYS):
+            if (other := _read(key)) is not None:
+                if other != _used.get(key):
+                    _refuse_if_alive(other, name)
+                _remove(key, other)
     except BaseException:
         store.close()
         raise
     return store, record
+
+
+def _refuse_if_alive(other: _Record, name: str) -> None:
+    """Raise DistStoreError, there and here, if the rank 0 that has published a record waits for the others."""
+    try:
+        socket.create_connection((other.host, other.port), _PROBE_S).close()
+        store = TCPStore(other.host, other.port, timeout=_PROBE_S, secret=given_secret(other.secret))
+    except (DistError, OSError):
+        return
+    with closing(store):
+        namespace = f"{StoreLocation.namespace}/{name}"
+        raise refuse_second_rank_0(namespace, store, given_secret(other.secret).key)
 
 
 def _connect(key: str, rank: int, group_name: str) -> tuple[TCPStore, _Record]:
@@ -343,12 +358,7 @@ def _refuse(store: TCPStore, name: str, record: _Record, rank: int, error: DistE
     unicoll publishes only errors that come after the rendezvous.
     """
     namespace = f"{StoreLocation.namespace}/{name}"
-    text = store.try_get(f"{namespace}/generation")
-    if text is None:
-        return
-    agreed = JobRecord.parse(text)
-    key = agreed.job_key(given_secret(record.secret).key)
-    publish_refusal(SignedStore(PrefixStore(f"{namespace}/{agreed.token}", store), key), rank, error)
+    refuse_to_join(namespace, store, given_secret(record.secret).key, rank, error)
 
 
 def _read(key: str) -> _Record | None:

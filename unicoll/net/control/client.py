@@ -153,7 +153,7 @@ class ControlClient:
 
         Args:
             address: of the store, for messages.
-            replaced: returns True once another rendezvous has begun in the store; None if it ends with its job.
+            replaced: that of :class:`unicoll.bootstrap.rendezvous.Rendezvous`.
 
         Raises:
             OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has them.
@@ -201,7 +201,7 @@ class ControlClient:
         )
         self._connection.start()
         self._thread.start()
-        self._await_ranks(store, deadline, timeout, address)
+        self._await_ranks(store, deadline, timeout, address, replaced)
 
     def _await_control_port(self, store: Store, deadline: float, replaced: Callable[[], bool] | None) -> None:
         """Wait until rank 0 has stored its address; StoreTimeoutError, StaleRendezvousError."""
@@ -251,12 +251,21 @@ class ControlClient:
             "host_id": _host_id(self._key),
         }
 
-    def _await_ranks(self, store: Store, deadline: float, timeout: float, address: str) -> None:
+    def _await_ranks(
+        self,
+        store: Store,
+        deadline: float,
+        timeout: float,
+        address: str,
+        replaced: Callable[[], bool] | None,
+    ) -> None:
         while not (self._ready or self.departed) and time.monotonic() < deadline:
             left = min(_REFUSALS_S, deadline - time.monotonic())
             self._changed.wait_for(lambda: self._ready or self.departed, left)
             if self.rank == 0 and not self._ready:
                 self._departures.read_refusal(store)
+                if replaced is not None:
+                    replaced()
         if self._ready:
             return
         if self.departed:
