@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import dask
 import numpy as np
-from distributed import Client, Event, LocalCluster, get_worker
+from distributed import Client, Event, LocalCluster, get_worker, wait
 
 import unicoll as dist
 from unicoll.integrations.dask import run
@@ -352,6 +352,38 @@ with cluster(2) as local, Client(local) as client:
     show(error_of(client, fail)[:2])
 """
     assert run_program(tmp_path, program)[0] == [["MemoryError", "first failure"]]
+
+
+def test_data_that_was_lost_with_its_worker_is_named(tmp_path: Path) -> None:
+    """The run waited for five minutes, and its error was about busy threads."""
+    program = """
+def first(values, *rest):
+    return summed(float(values[0]))
+
+with cluster(2) as local, Client(local) as client:
+    workers = sorted(client.nthreads())
+    scattered = [client.scatter(np.arange(3.0) + i, workers=[worker]) for i, worker in enumerate(workers)]
+    bound = [client.submit(np.ones, 2 + i, workers=[worker], key=f"bound{i}") for i, worker in enumerate(workers)]
+    free = [client.submit(np.ones, 4 + i, key=f"free{i}") for i in range(2)]
+    wait([*bound, *free])
+    next_ones = [client.submit(np.sqrt, one, key=f"next {one.key}") for one in bound]
+    os.kill(client.run(os.getpid, workers=[workers[0]])[workers[0]], signal.SIGKILL)
+    wait_for_new_workers(client, 2, workers[0])
+    show([scattered[0].key, "bound0", "next bound0"])
+    for lost in (scattered, bound, next_ones):
+        show(error_of(client, first, per_rank=[[1.0], lost[0]]))
+        show(error_of(client, first, [1.0], {"more": [lost[0]]}))
+    show(run(client, first, per_rank=[free[0], free[1]]))
+    show(runs_well(client, 2))
+"""
+    shown, _ = run_program(tmp_path, program)
+    for key in shown.pop(0):
+        for rank in (1, 0):
+            kind, text, _ = shown.pop(0)
+            assert kind == "DistError"
+            assert f"run: data in the arguments of rank {rank} on worker " in text
+            assert f"cannot be computed again: {key};" in text
+    assert shown == [[[0, 2, 3.0], [1, 2, 3.0]], True]
 
 
 def test_limits_of_the_time_to_start(tmp_path: Path) -> None:

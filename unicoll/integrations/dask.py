@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask.utils import funcname
 from distributed import Client, KilledWorker, Lock, get_worker
+from distributed.client import futures_of
 from distributed.comm import get_address_host
 
 from unicoll.api import world
@@ -119,6 +120,7 @@ def run(
         DistTypeError: ``fn`` is not callable.
         OperationTimeoutError: ``fn`` could not start within ``timeout``; the message has the worker or ranks.
         RankLostError: a worker was lost, for example killed, before the result of its rank arrived.
+        DistError: data of the arguments was lost with its worker, and cannot be computed again.
         Exception: what ``fn`` has raised, for the first rank that failed. A note (before Python 3.11 the cause) has
             rank and worker. If the other ranks do not end within 30 s it names them; they may still run ``fn``.
 
@@ -227,6 +229,7 @@ class _Run:
         # what ranks have raised, in the order in which they have ended
         self._ended: dict[int, BaseException | None] = {}
         self._lost: set[int] = set()  # ranks whose worker was lost before they ended
+        self._data: dict[int, list[Any]] = {}  # Dask's futures in the arguments, by rank
 
     def execute(self, call: Callable[[int], _Call]) -> list[Any]:
         """Make the call of each rank on its worker; what they return."""
@@ -257,6 +260,9 @@ class _Run:
                 raise
 
     def _submit(self, place: _Place, call: _Call) -> None:
+        self._data[place.rank] = futures_of(call)
+        if (lost := self._lost_data(place.rank)) is not None:
+            raise lost
         self._tasks[place.rank] = task = self._client.submit(
             _run_rank,
             place,
@@ -289,12 +295,15 @@ class _Run:
             present = self._client.nthreads([*rest.values()])
             gone = {rank for rank, worker in rest.items() if worker not in present}
             self._lost |= gone - self._ended.keys()
+            for rank in self._data.keys() - self._started - self._ended.keys() - self._lost:
+                if (lost := self._lost_data(rank)) is not None:
+                    self._ended[rank] = lost
             return
         if isinstance(news, int):
             try:
                 error = self._results[news].exception()
             except CancelledError as cancelled:
-                error = cancelled
+                error = self._lost_data(news) or cancelled
             if isinstance(error, KilledWorker):
                 self._lost.add(news)
             else:
@@ -305,6 +314,22 @@ class _Run:
                 self._lost.add(rank)  # another process with the address of its worker executes the task again
             self._started.add(rank)
             self._store = self._store or (news["store"] and tuple(news["store"]))
+
+    def _lost_data(self, rank: int) -> DistError | None:
+        """The error of a rank whose arguments have data that Dask cannot get again; without it the task waits."""
+        futures = self._data[rank]
+        # The scheduler cancels scattered data that is lost, and what depends on it.
+        lost = [future.key for future in futures if future.status == "cancelled"]
+        waiting = [future.key for future in futures if future.status in ("pending", "lost")]
+        if not lost and waiting:
+            lost = self._client.run_on_scheduler(_keys_without_worker, keys=waiting)
+        if not lost:
+            return None
+        return DistError(
+            f"run: data in the arguments of {self._place.describe(rank)} was lost with its worker, or cancelled, and"
+            f" cannot be computed again: {', '.join(map(str, lost))}; scatter it again, or submit its task without"
+            " workers="
+        )
 
     def _running(self) -> set[int]:
         """The ranks that have started and not ended, as far as is known."""
@@ -370,6 +395,24 @@ class _Run:
 
     def _background(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(call, self._client.loop.asyncio_loop)
+
+
+def _keys_without_worker(keys: list[Any], dask_scheduler: Any) -> list[Any]:
+    """Those of the keys that only workers which are gone may compute, or need such a one; called in the scheduler."""
+    tasks, lost, rest = dask_scheduler.tasks, set(), [(key, key) for key in keys]
+    seen = set(rest)
+    while rest:
+        key, needed = rest.pop()  # a key and one that it needs
+        task = tasks.get(needed)
+        if task is None:  # the client has not sent it yet
+            continue
+        allowed = task.worker_restrictions
+        if task.state == "no-worker" and allowed and not allowed & dask_scheduler.workers.keys():
+            lost.add(key)
+        more = {(key, other.key) for other in task.waiting_on or ()} - seen
+        seen |= more
+        rest += more
+    return sorted(lost, key=str)
 
 
 def _receive(run: str, news: queue.SimpleQueue[Any], event: tuple[float, Mapping[str, Any]]) -> None:
