@@ -334,6 +334,19 @@ def test_lost_network_link_names_the_missing_rank(hosts: Hosts, tmp_path: Path, 
         assert f"missing: rank {other} (host host{other + 1}, pid " in report["message"]
 
 
+def test_a_loopback_interface_that_goes_down_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    port = str(next(_ports))
+    env = environment({"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **SECRET})
+    env |= {"UNICOLL_TRANSPORT": "tcp", "WORLD_SIZE": "2"}
+    command = [sys.executable, PROGRAMS, "lose_the_link", str(tmp_path), "10"]
+    processes = [hosts.start(1, command, {**env, "RANK": str(rank)}) for rank in range(2)]
+    wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
+    hosts.loopback(1, "down")
+    for report in FinishedJob(processes).successful_reports(2):
+        assert report["error"] == "OperationTimeoutError"
+        assert "sends no report (the loopback interface is down (ip link set lo up))" in report["message"]
+
+
 @pytest.mark.slow
 def test_a_link_lost_in_the_middle_is_named_by_both_ranks(hosts: Hosts, tmp_path: Path) -> None:
     """The error said only that all ranks had arrived, though one of two links was lost."""

@@ -112,6 +112,10 @@ class Hosts:
         """Set a host's interface down; IPv6 addresses are lost until :meth:`switch_on`."""
         ip("-n", self.names[host], "link", "set", f"lan{lan}", "down")
 
+    def loopback(self, host: int, state: str) -> None:
+        """Set a host's loopback interface "up" or "down"."""
+        ip("-n", self.names[host], "link", "set", "lo", state)
+
     def switch_on(self, lan: int, host: int) -> None:
         addresses = f"10.{77 + lan}.0.{host}/24", f"fd{77 + lan}::{host}/64", f"fe80::{host}/64"
         self._address(self.names[host], f"lan{lan}", *addresses)
@@ -188,6 +192,8 @@ class Hosts:
         self.stop()
         self._remove_names()
         self._remove_filters()
+        for host in (1, 2):
+            self.loopback(host, "up")
         for lan, host in itertools.product((0, 1), (1, 2)):
             self.plug(lan, host)
             self.limit(lan, host, "noqueue")

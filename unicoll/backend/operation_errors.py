@@ -21,6 +21,7 @@ from unicoll.errors import (
     AuthenticationError,
     CollectiveMismatchError,
     DistError,
+    DistNetworkError,
     GroupAbortedError,
     MessageMismatchError,
     OperationTimeoutError,
@@ -28,6 +29,7 @@ from unicoll.errors import (
 )
 from unicoll.net import logs
 from unicoll.net.excepthook import PACKAGES
+from unicoll.net.interfaces import check_loopback
 
 if TYPE_CHECKING:
     from unicoll.backend.call import Call, EndedCall
@@ -411,9 +413,7 @@ def _describe_state(context: Context, rank: int, answer: Report | None, seq: int
         return control.departed[rank]
     if answer is None:
         place = f"; is at #{seq}" if seq else ""
-        return (
-            f"sends no report (the process is stopped, a thread holds the GIL, or the network is down){place}"
-        )
+        return f"sends no report ({_why_no_report()}){place}"
     if answer.get("unknown"):
         return "has not created this group yet, or has destroyed it"
     before = f", last was {answer['last']}" if answer.get("last") else ""
@@ -421,6 +421,14 @@ def _describe_state(context: Context, rank: int, answer: Report | None, seq: int
     if answer["call"]:
         return f"{answer['call']}{place}{before}"
     return f"not in a collective of this group{place and '; is'}{place}{before}"
+
+
+def _why_no_report() -> str:
+    try:
+        check_loopback()  # that of this host, over which its processes connect
+    except DistNetworkError as error:
+        return str(error)
+    return "the process is stopped, a thread holds the GIL, or the network is down"
 
 
 def _at(place: str) -> str:

@@ -374,15 +374,22 @@ def is_loopback(host: str) -> bool:
 
 def check_loopback() -> None:
     """Raise DistNetworkError if the loopback interface is down; without it no process can reach another one here."""
+    found: list[Interface] = []
+    with suppress(DistNetworkError):
+        found = [interface for interface in interfaces() if interface.is_loopback]
+    # One that goes down keeps its address and the route to it. One that was never up has none, and is not listed.
+    if any(interface.is_up for interface in found) or (not found and _has_loopback_route()):
+        return
+    raise DistNetworkError("the loopback interface is down (ip link set lo up)")
+
+
+def _has_loopback_route() -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("127.0.0.1", 9))  # sends nothing
         except OSError as error:
-            if error.errno not in (errno.ENETUNREACH, errno.EADDRNOTAVAIL):
-                return
-            raise DistNetworkError(
-                f"the loopback interface is down: 127.0.0.1: {error.strerror} (ip link set lo up)"
-            ) from error
+            return error.errno not in (errno.ENETUNREACH, errno.EADDRNOTAVAIL)
+    return True
 
 
 def is_local_address(host: str) -> bool:
