@@ -263,6 +263,41 @@ def test_a_signal_to_one_launcher_ends_the_job(folder: LaunchFolder, port: int) 
     wait_until(lambda: all_gone(folder.pids(2)))
 
 
+@pytest.mark.parametrize("how", ["SIGTERM", "killed", "failed"])
+def test_workers_that_do_not_notice_the_end_on_another_node_are_stopped(
+    folder: LaunchFolder, port: int, how: str
+) -> None:
+    """At once, unless a worker has failed: then they have the grace period."""
+    script = folder.script(
+        """
+        import os, time
+        from pathlib import Path
+        rank = os.environ["RANK"]
+        Path("pid." + rank).write_text(f"{os.getpid()}\\n")
+        while rank == "0" or not Path("fail").exists():
+            time.sleep(0.02)
+        raise SystemExit(3)
+        """
+    )
+    grace = "0.5" if how == "failed" else "1000"
+    nodes = [Node(folder, port, f"--node-rank={k}", "-n", "1", "--grace", grace, script) for k in range(2)]
+    wait_until(lambda: len(folder.pids(2)) == 2)
+    if how == "failed":
+        (folder.path / "fail").touch()
+    else:
+        nodes[1].process.send_signal(signal.SIGTERM if how == "SIGTERM" else signal.SIGKILL)
+    codes, _, errs = ends(nodes)
+    assert codes[0] == (3 if how == "failed" else 1), errs
+    lines = [line for line in errs[0].splitlines() if "stopping" in line or "the workers have" in line]
+    if how == "failed":
+        assert re.search(r"rank 1.*; the workers have 0\.5 s to end by themselves$", lines.pop(0)), errs
+        assert lines == ["unicoll.run: stopping the workers"]
+    else:
+        assert re.search("launcher .*; stopping the workers$", lines.pop(0)), errs
+        assert not lines
+    wait_until(lambda: all_gone(folder.pids(2)))
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
@@ -378,6 +413,21 @@ def test_a_host_that_is_cut_off_is_named_and_comes_back(hosts: Hosts, folder: La
     ended = job.stop()
     assert {code for code, _ in ended.values()} == {0}, ended
     assert "has died, or its host is down" in ended[1][1], ended
+
+
+@pytest.mark.slow
+def test_a_launcher_says_at_once_that_another_one_does_not_answer(hosts: Hosts, folder: LaunchFolder) -> None:
+    job = HostJob(hosts, folder)
+    job.await_generation(lambda found: found >= 0)
+    hosts.drop(0, 2)
+    os.kill(int((folder.path / "pid.0.3").read_text()), signal.SIGKILL)
+    launcher = job.launchers[2]
+    assert launcher.stderr is not None
+    for line in launcher.stderr:  # nothing else before
+        assert re.fullmatch(r"unicoll\.run: has waited 1 s for node 0 \(host host1, .*\) to answer\n", line)
+        break
+    ended = job.stop()
+    assert {code for code, _ in ended.values()} == {1, 128 + signal.SIGKILL}, ended
 
 
 @pytest.mark.slow

@@ -22,7 +22,10 @@ def title(name: str) -> str:
 
 @contextmanager
 def warn_while_waiting(
-    name: str, describe: Callable[[], str], say: Callable[[str], object] | None = None
+    name: str,
+    describe: Callable[[], str],
+    say: Callable[[str], object] | None = None,
+    also_after: float | None = None,
 ) -> Iterator[None]:
     """Log a warning when the block has lasted 10 s, and each time that it has lasted twice as long.
 
@@ -32,6 +35,7 @@ def warn_while_waiting(
         name: of the job, or "".
         describe: called on another thread; what this process waits for, or "" if another process says it.
         say: called there with "has waited ..."; None logs a warning that begins with the :func:`title`.
+        also_after: seconds of another warning before.
     """
     stall_s = environment.number("UNICOLL_STALL_WARNING")
     if not stall_s:
@@ -44,7 +48,7 @@ def warn_while_waiting(
     begun = time.monotonic()
 
     def warn() -> None:
-        after = first
+        after = also_after or first
         while not ended.acquire(timeout=max(0.0, begun + after - time.monotonic())):
             if waits_for := describe():
                 text = f"has waited {after:.0f} s for {waits_for}"
@@ -52,7 +56,7 @@ def warn_while_waiting(
                     say(text)
                 else:
                     log.warning("%s %s", title(name), text)
-            after *= 2
+            after = max(2 * after, first)
 
     thread = threading.Thread(target=warn, name="unicoll-join-warnings", daemon=True)
     thread.start()

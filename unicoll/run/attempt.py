@@ -36,6 +36,7 @@ _LEFTOVER_SECONDS = 1.0  # for helpers (multiprocessing's tracker...) to end aft
 _KILL_SECONDS = 10.0  # from SIGKILL until the launcher gives up on a process (stuck in the kernel)
 _DRAIN_SECONDS = 2.0  # for the last output, after the workers have ended
 _STATUS_DELAY = 1.0  # seconds after the start until a terminal shows the launcher's state
+_STOPPING = "stopping the workers"
 _REPEAT_SECONDS = 0.5  # a repeated signal within this time is ignored: both come from one Ctrl-C
 
 
@@ -83,6 +84,7 @@ class Attempt:
         self._last_cause = last_cause
         self._store_failed = False
         self._failed_elsewhere = ""  # why the attempt has failed on another node
+        self._has_grace = False  # the workers have a grace period after that
         self._workers: list[Worker] = []
         self._environment: dict[str, str] = {}
         self._replacements = 0
@@ -158,7 +160,7 @@ class Attempt:
 
     def _wait_for_workers(self) -> None:
         self._handle_signals()  # there may be no worker
-        while any(worker.status is None for worker in self._workers) or self._waits_for_nodes():
+        while self._running() or self._waits_for_nodes():
             self._poll(self._poll_timeout())
             self._handle_signals()
             for worker in [worker for worker in self._workers if worker.status is None and worker.poll()]:
@@ -184,15 +186,22 @@ class Attempt:
         """If the attempt has failed on another node, stop the workers of this one."""
         if self._failed_elsewhere or not (failure := self._nodes.failure()):
             return
-        self._failed_elsewhere = failure
-        running = any(worker.status is None for worker in self._workers)
-        self._console.log(f"{failure}; stopping the workers" if running else failure)
-        if running:
-            self._schedule_stop()
+        self._failed_elsewhere = failure.text
+        if not self._running():
+            self._console.log(failure.text)
+            return
+        seconds = 0.0 if failure.at_once else self._options.grace
+        what = f"the workers have {seconds:g} s to end by themselves" if seconds else _STOPPING
+        self._console.log(f"{failure.text}; {what}")
+        self._has_grace = seconds > 0
+        self._schedule_stop(seconds)
+
+    def _running(self) -> int:
+        return sum(worker.status is None for worker in self._workers)
 
     def _show_status(self) -> None:
         """Show how many workers run, the restarts and the last failure, unless a single one has the terminal."""
-        running = sum(worker.status is None for worker in self._workers)
+        running = self._running()
         if len(self._workers) == 1 or not running or time.monotonic() < self._status_time:
             return
         text = f"node {self._node_rank}: " if self._node_rank is not None else ""
@@ -276,7 +285,8 @@ class Attempt:
         if self._failed_elsewhere or self._store_failed:  # each request may last for seconds
             return
         try:
-            self._place.store.set(key, value)
+            with self._nodes.telling():
+                self._place.store.set(key, value)
         except DistError as error:
             self._store_failed = True
             log.debug("the store did not accept %s: %s", key, error)
@@ -312,15 +322,17 @@ class Attempt:
         self._show_time = math.inf
         self._console.write_text(self._tracebacks.take(last))
 
-    def _schedule_stop(self) -> None:
+    def _schedule_stop(self, grace: float | None = None) -> None:
         """After the first failure: a grace period for the others to fail by themselves, then SIGTERM, then SIGKILL."""
         if not self._pending_signals and self._kill_time is None:
-            term = time.monotonic() + self._options.grace
+            term = time.monotonic() + (self._options.grace if grace is None else grace)
             self._pending_signals.append((term, signal.SIGTERM))
             self._pending_signals.append((term + self._options.shutdown_timeout, signal.SIGKILL))
 
     def _send_due_signals(self) -> None:
         while self._pending_signals and time.monotonic() >= self._pending_signals[0][0]:
+            if self._has_grace and self._stopping_since is None and self._running():
+                self._console.log(_STOPPING)
             self._send(self._pending_signals.popleft()[1])
 
     def _send(self, number: signal.Signals) -> None:
@@ -372,7 +384,7 @@ class Attempt:
                 )
                 self._send(signal.SIGKILL)
                 continue
-            running = sum(worker.status is None for worker in self._workers)
+            running = self._running()
             self._console.log(
                 f"got {number.name}; forwarding it to {running} workers" if running else f"got {number.name}"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from unicoll.run.args import LaunchOptions
@@ -37,6 +38,18 @@ class NodeEnd(NamedTuple):
 
     cause: Cause | None
     may_restart: bool
+
+
+class FailureElsewhere(NamedTuple):
+    """Why the attempt has failed on another node.
+
+    Attributes:
+        text: one line.
+        at_once: True if the workers of this node may not notice it: the launcher there is lost, or has stopped its own.
+    """
+
+    text: str
+    at_once: bool
 
 
 class Placement(NamedTuple):
@@ -78,9 +91,13 @@ class Nodes(ABC):
     def announce(self, what: str, final: bool = False) -> None:  # noqa: B027 - one node needs none
         """Tell the other nodes that the attempt has failed on this one; no restart comes after a ``final`` failure."""
 
-    def failure(self) -> str:
-        """Why the attempt has failed on another node; "" if it has not."""
-        return ""
+    def failure(self) -> FailureElsewhere | None:
+        """Why the attempt has failed on another node; None if it has not."""
+        return None
+
+    def telling(self) -> AbstractContextManager[None]:
+        """A block that uses the workers' store; the launcher says what it waits for if that does not answer."""
+        return nullcontext()
 
     def succeeded(self) -> bool:
         """True if all nodes' workers have succeeded; to call when this node's have."""

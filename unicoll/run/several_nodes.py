@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from unicoll.net.timeouts import seconds_left
 from unicoll.run.args import LaunchOptions
 from unicoll.run.failure import first_line
 from unicoll.run.job import LocalJob, job_environment
-from unicoll.run.nodes import Cause, NodeEnd, Nodes, Placement
+from unicoll.run.nodes import Cause, FailureElsewhere, NodeEnd, Nodes, Placement
 from unicoll.run.output import Console
 from unicoll.run.signals import SignalQueue
 
@@ -60,6 +60,8 @@ _PAUSE_S = 0.05
 """Seconds between retries."""
 _STORE_S = 30.0
 """Seconds for which the store may refuse requests before its launcher counts as lost."""
+_SAY_S = 0.8
+"""Seconds until the launcher says what it waits for when workers have ended."""
 _LEAVE_S = 5.0
 """Seconds that the launcher with the store waits at its end for the others to leave."""
 _LAST = 1e18
@@ -196,15 +198,25 @@ class SeveralNodes(Nodes):
         if self._control is not None and not self._agreed:
             op = _FINAL if final else None
             error = DistError(f"{self._describe(self._rank)}: {first_line(what)}", rank=self._rank, op=op)
-            self._control.announce_failure(self._attempt, range(self._size), error)
+            with self.telling():
+                self._control.announce_failure(self._attempt, range(self._size), error)
 
-    def failure(self) -> str:
+    def telling(self) -> AbstractContextManager[None]:
+        return self._saying(f"{self._describe(0)} to answer")
+
+    def _saying(self, what: str) -> AbstractContextManager[None]:
+        """A block in which the launcher soon says what it waits for."""
+        return warn_while_waiting("launch", lambda: what, self._console.log, also_after=_SAY_S)
+
+    def failure(self) -> FailureElsewhere | None:
         announced = self._announced()
         if announced is not None:
-            return "" if announced.rank == self._rank else printable_line(announced)
+            if announced.rank == self._rank:
+                return None
+            return FailureElsewhere(printable_line(announced), announced.op == _FINAL)
         if self._store_failed is not None and time.monotonic() > self._store_failed + _STORE_S:
-            return f"the store of {self._describe(0)} does not answer"
-        return self._lost()
+            return FailureElsewhere(f"the store of {self._describe(0)} does not answer", True)
+        return FailureElsewhere(lost, True) if (lost := self._lost()) else None
 
     def succeeded(self) -> bool:
         if self._has_succeeded and time.monotonic() < self._next_poll:
@@ -227,7 +239,9 @@ class SeveralNodes(Nodes):
         return found
 
     def agree(self, end: NodeEnd) -> NodeEnd:
-        with self._signals.exit_on_signal():
+        others = [self._describe(rank) for rank in range(self._size) if rank != self._rank]
+        text = others[0] if len(others) == 1 else f"the other {len(others)} nodes"
+        with self._signals.exit_on_signal(), self._saying(f"{text} to end the attempt"):
             return self._agree(end)
 
     def _agree(self, end: NodeEnd) -> NodeEnd:
@@ -324,6 +338,8 @@ class SeveralNodes(Nodes):
         RankLostError or OperationTimeoutError names a node that does not send its own.
         """
         assert self._store is not None
+        if self._control is not None and self._rank and 0 in self._control.died:
+            raise RankLostError(self._lost())  # its store would not answer for seconds
         self._exchanges += 1
         keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], json.dumps(record))
