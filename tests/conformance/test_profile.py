@@ -12,6 +12,8 @@ import pytest
 import unicoll as dist
 from tests.conformance import profile_jobs as jobs
 from tests.support.ranks import Pool
+from unicoll.trace.dumps import Call, Dump, Trace
+from unicoll.trace.profile import find_waits, summary, totals
 
 Pools = Callable[[int], Pool]
 
@@ -67,3 +69,29 @@ def test_nothing_is_written_if_the_block_raises(pool: Pools, tmp_path: Path) -> 
 def test_before_the_job_it_is_refused() -> None:
     with pytest.raises(dist.NotInitializedError, match="profile"):
         dist.profile("anywhere")
+
+
+def recorded(rank: int, *times: tuple[float, float]) -> Dump:
+    """The dump of a rank with all_reduce calls from when to when."""
+    text, calls = "all_reduce(float64[1], SUM)", []
+    for seq, (created, ended) in enumerate(times, 1):
+        kind = ("world", (0, 1), seq, "all_reduce", (), (), 8, "SUM", -1, -1, 0, "gloo", "train.py:7")
+        calls.append(Call(*kind, "completed", created, created, ended, False, rank=rank, text=text))
+    return Dump("", rank, 2, "", 0, "", "", 100.0, 100.0, 0.0, {}, (), tuple(calls), "")
+
+
+def test_time_in_several_calls_at_once_counts_once() -> None:
+    one = recorded(0, (0.0, 0.25), (1.0, 3.5), (1.5, 4.0), (10.0, 11.5), (20.5, 21.0))
+    other = recorded(1, (0.0, 0.25), (3.0, 3.5), (3.25, 4.0), (11.0, 11.5), (20.0, 21.0))
+    trace = Trace({0: one, 1: other}, (), ())
+    waits = find_waits(trace)
+    (total,) = totals(trace, waits)
+    # rank 0 waits from 1 to 3.25, of which both calls have 1.5 to 3, and from 10 to 11, rank 1 from 20 to 20.5
+    assert [wait.seconds for wait in waits] == [{0: 2.0}, {0: 1.75}, {0: 1.0}, {1: 0.5}]
+    assert total.waited_for == {1: 3.25, 0: 0.5}
+    assert total.waiting == (3.25 + 0.5) / 2
+    # rank 0 is in calls for 0.25 + 3 + 1.5 + 0.5 s, rank 1 for 0.25 + 1 + 0.5 + 1 s
+    assert total.seconds == (5.25 + 2.75) / 2
+    assert total.bandwidth == 5 * 8 / (4.0 - 1.875)
+    said = "rank 0 waited 3250.0 ms (at most 2000.0 ms) in 3 calls for rank 1 in all_reduce(float64[1], SUM)"
+    assert said in summary(trace, [total], waits)

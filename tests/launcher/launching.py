@@ -110,6 +110,26 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def counters(file: Path) -> dict[tuple[str, str, int], float]:
+    """The sums of a file of counters by name, operation and rank; AssertionError if it is malformed."""
+    found: dict[tuple[str, str, int], float] = {}
+    families: list[str] = []
+    series: list[str] = []
+    for line in file.read_text().splitlines():
+        if header := re.fullmatch(r"# HELP (\w+) .*", line):
+            families.append(header[1])
+        elif line != f"# TYPE {families[-1]} counter":
+            name = families[-1]
+            sample = re.fullmatch(rf'{name}{{op="(\w+)",group="[\w-]+",rank="(\d+)"}} ([\d.e-]+)', line)
+            assert sample, line
+            key = (name.removeprefix("unicoll_").removesuffix("_total"), sample[1], int(sample[2]))
+            found[key] = found.get(key, 0) + float(sample[3])
+            series.append(line.rpartition(" ")[0])
+    assert len(set(families)) == len(families) == 5
+    assert len(set(series)) == len(series)
+    return found
+
+
 def all_gone(pids: list[int]) -> bool:
     def runs(pid: int) -> bool:
         try:

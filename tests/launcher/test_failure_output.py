@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from tests.launcher.launching import BOUND, LaunchFolder, environment, with_late
 from unicoll import errors
 from unicoll.__main__ import VERBS
 from unicoll.net import excepthook
-from unicoll.net.formatting import ranks_text
+from unicoll.net.formatting import ranks_text, shortened
 from unicoll.run.tracebacks import Tracebacks
 
 FOLDED = "  ... inside unicoll (UNICOLL_DEBUG=DETAIL shows these frames)"
@@ -301,6 +303,67 @@ def test_a_plain_process_folds_frames(folder: LaunchFolder, setting: str) -> Non
     assert done.stderr.rstrip().splitlines()[-1].startswith("unicoll.errors.BackendUnavailableError: ")
 
 
+IN_THREAD = """
+import sys, threading
+import unicoll as dist
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+if "plain" in sys.argv:
+    threading.excepthook = threading.__excepthook__
+def work():
+    {}
+threading.Thread(target=work, name="loader").start()
+"""
+WAITS = "dist.HashStore().wait(['never'], 0.1)"
+
+
+@pytest.mark.parametrize("setting", ["", "UNICOLL_DEBUG=DETAIL"])
+def test_an_error_in_a_thread_is_folded(folder: LaunchFolder, setting: str) -> None:
+    script = folder.script(IN_THREAD.format(WAITS))
+    done = folder.python(script, env=environment(**dict([setting.split("=")] if setting else [])))
+    _, header, text = done.stderr.partition(
+        "Exception in thread loader:\nTraceback (most recent call last):\n"
+    )
+    assert header, done.stderr
+    assert f"\n    {WAITS}\n" in text
+    assert text.count(FOLDED) == (not setting)
+    assert ("/unicoll/" in text) == bool(setting)
+    assert "\nunicoll.errors.StoreTimeoutError: wait: " in text
+
+
+@pytest.mark.parametrize(
+    ("statement", "printed"),
+    [
+        ("1 / 0", True),
+        ("sys.exit(3)", False),
+        ("threading.current_thread().name = ''; 1 / 0", True),
+        (f"sys.stderr = None; {WAITS}", True),
+        (f"del threading.current_thread()._stderr; sys.stderr = None; {WAITS}", False),
+    ],
+)
+def test_other_errors_in_threads_are_printed_as_by_python(
+    folder: LaunchFolder, statement: str, printed: bool
+) -> None:
+    script = folder.script(IN_THREAD.format(statement))
+    done, plain = folder.python(script), folder.python(script, "plain")
+    assert (done.stderr, done.returncode) == (plain.stderr, plain.returncode)
+    assert ("Exception in thread" in done.stderr) == printed
+
+
+def test_the_hook_of_threads_replaces_only_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def users(arguments: threading.ExceptHookArgs) -> None:
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for first, expected in [
+        (threading.__excepthook__, excepthook.show_in_thread),
+        (excepthook.show_in_thread, excepthook.show_in_thread),
+        (users, users),
+    ]:
+        monkeypatch.setattr(threading, "excepthook", first)
+        excepthook.install()
+        assert threading.excepthook is expected
+
+
 def test_the_level_counts_before_there_is_a_group(folder: LaunchFolder) -> None:
     script = folder.script("import unicoll\nunicoll.FileStore('/missing/store')")
     done = folder.launch("-n", "1", script, UNICOLL_DEBUG="DETAIL")
@@ -336,6 +399,27 @@ def test_ranks_as_text() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([1, 0]) == "ranks 0, 1"
     assert ranks_text([7, 0, 1, 2, 5]) == "ranks 0-2, 5, 7"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("words that fit", "words that fit"),
+        ("of the very limit: 20", "of the very ..."),
+        ("of exactly 20 places", "of exactly 20 places"),
+        ("up to sixteen (a) and", "up to sixteen ..."),
+        ("it may end here (one two) three", "it may end here ..."),
+        ("it may end [0] (a b) c", "it may end [0] ..."),
+        ("it may end f(x, y) then", "it may end ..."),
+        ("too early (then it is in the bracket)", "too early (then ..."),
+        ("out (then inner (one two))", "out (then inner ..."),
+        ("a /very/long/path/of/one/word", "a /very/long/path..."),
+        ("one-word-without-an-end", "one-word-without-..."),
+        ("  two   spaces       and more", "  two   spaces ..."),
+    ],
+)
+def test_a_text_is_shortened_after_a_word_and_before_a_bracket(text: str, expected: str) -> None:
+    assert shortened(text, 20) == expected
 
 
 def test_pids_and_ranks_do_not_make_tracebacks_distinct() -> None:

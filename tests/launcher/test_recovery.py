@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.launcher.launching import BOUND, LaunchFolder, all_gone, environment
+from tests.launcher.launching import BOUND, LaunchFolder, all_gone, counters, environment
 from tests.support.ranks import reserved_port
 
 TRAIN = """
@@ -91,6 +91,18 @@ def test_lost_ranks_are_replaced_and_get_the_state(folder: LaunchFolder, dying: 
     check_trained(done, [int(rank in dying) for rank in range(4)])
     for rank in dying:
         assert f"rank {rank}: Signal 9 (SIGKILL) received by PID" in done.stderr
+
+
+def test_the_counters_of_a_replacement_take_the_place_of_the_lost_ranks(folder: LaunchFolder) -> None:
+    done = folder.launch(
+        "-n", "3", "--replace", folder.script(TRAIN), "[2]", "", UNICOLL_METRICS_FILE="job.prom"
+    )
+    check_trained(done, [0, 0, 1])
+    assert "METRICS" not in done.stderr
+    found = counters(folder.path / "job.prom")
+    before, _, after = (found["calls", "all_reduce", rank] for rank in range(3))
+    assert before > after >= 3
+    assert [path.name for path in folder.path.glob("*.prom")] == ["job.prom"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.launching import LaunchFolder, all_gone, wait_until
+from tests.launcher.launching import LaunchFolder, all_gone, counters, wait_until
 from unicoll.net.formatting import command_to_type
 from unicoll.run.workers import _bound_to
 
@@ -281,6 +281,18 @@ def test_dumps_of_each_attempt_are_in_the_users_directory(folder: LaunchFolder) 
     assert (traces / "rank_0.json").exists()
     assert (traces / "attempt_1" / "rank_0.json").exists()
     assert command_to_type("trace", "traces/attempt_1") in done.stderr
+
+
+def test_counters_begin_again_after_a_restart(folder: LaunchFolder) -> None:
+    done = folder.launch(
+        "-n", "2", "--max-restarts=2", "--log-dir=logs", fails(folder, 2), UNICOLL_METRICS_FILE="job.prom"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "METRICS" not in done.stderr
+    calls = {key[1:]: value for key, value in counters(folder.path / "job.prom").items() if key[0] == "calls"}
+    assert calls == {(op, rank): 1 for op in ("all_reduce", "barrier") for rank in range(2)}
+    (logs,) = (folder.path / "logs").iterdir()
+    assert sorted(path.name for path in logs.glob("metrics_[012]/*.prom")) == ["0.prom"] * 3 + ["1.prom"] * 3
 
 
 def test_an_attempt_that_cannot_start_ends_the_launch_with_the_first_failure(folder: LaunchFolder) -> None:

@@ -23,7 +23,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.launcher.launching import BOUND, PYTHONPATH, ROOT, LaunchFolder, all_gone, environment, wait_until
+from tests.launcher.launching import (
+    BOUND,
+    PYTHONPATH,
+    ROOT,
+    LaunchFolder,
+    all_gone,
+    counters,
+    environment,
+    wait_until,
+)
 from unicoll.net.formatting import command_to_type
 from unicoll.net.signal_handlers import is_caught
 from unicoll.run.dump_directory import remove_old_dumps
@@ -361,6 +370,110 @@ def test_log_files(folder: LaunchFolder) -> None:
     assert record["extraInfo"]["py_callstack"].startswith("Traceback")
     assert abs(int(record["extraInfo"]["timestamp"]) - time.time()) < 3600
     assert str(attempt / "1" / "error.json").removeprefix(str(folder.path) + "/") in done.stderr
+
+
+# The file of UNICOLL_METRICS_FILE.
+
+COUNTED = """
+    import os, time
+    from pathlib import Path
+    import numpy as np
+    import unicoll as dist
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        dist.all_reduce(np.ones(4))
+    WAIT
+    if rank == 1:
+        dist.send(np.ones(2), 0)
+    elif size > 1:
+        dist.recv(np.ones(2), 1)
+    dist.destroy_process_group()
+    END
+    """
+SENT = {("calls", "recv", 0): 1, ("calls", "send", 1): 1, ("bytes", "recv", 0): 16, ("bytes", "send", 1): 16}
+
+
+def counted(folder: LaunchFolder, wait: str = "", end: str = "") -> str:
+    return folder.script(COUNTED.replace("WAIT", wait).replace("END", end))
+
+
+def totals(file: Path) -> dict[tuple[str, str, int], float]:
+    """Numbers of calls and bytes, and the ranks with other counters."""
+    found = counters(file)
+    assert len(found) % 5 == 0
+    return {key: value for key, value in found.items() if key[0] in ("calls", "bytes")}
+
+
+def reduced(ranks: int) -> dict[tuple[str, str, int], float]:
+    return {(n, "all_reduce", r): v for n, v in (("calls", 3), ("bytes", 96)) for r in range(ranks)}
+
+
+def test_the_counters_of_all_ranks_are_in_the_named_file(folder: LaunchFolder) -> None:
+    script = counted(folder, 'while not Path("stop").exists(): time.sleep(0.02)')
+    for name in ("out", "tmp"):
+        (folder.path / name).mkdir()
+    file = folder.path / "out" / "job.prom"
+    file.write_text('of_an_earlier_job{rank="7"} 1\n')
+    launcher = folder.start(
+        *TWO, script, UNICOLL_METRICS_FILE="out/job.prom", TMPDIR=str(folder.path / "tmp")
+    )
+    wait_until(lambda: "earlier" not in file.read_text() and totals(file) == reduced(2))
+    assert os.listdir(file.parent) == [file.name]
+    (folder.path / "stop").touch()
+    assert launcher.communicate(timeout=BOUND) == (b"", b"")
+    assert launcher.returncode == 0
+    assert totals(file) == reduced(2) | SENT
+    assert os.listdir(file.parent) == [file.name]
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert os.listdir(folder.path / "tmp") == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "name", "files"),
+    [(2, "job.{rank}.prom", ["job.0.prom", "job.1.prom"]), (1, "job.prom", ["job.prom"])],
+)
+def test_files_that_the_launcher_does_not_merge(
+    folder: LaunchFolder, workers: int, name: str, files: list[str]
+) -> None:
+    done = folder.launch("-n", str(workers), counted(folder), UNICOLL_METRICS_FILE=name)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert sorted(path.name for path in folder.path.glob("*.prom")) == files
+    found = [totals(folder.path / file) for file in files]
+    assert {key: value for each in found for key, value in each.items()} == (
+        reduced(2) | SENT if workers == 2 else reduced(1)
+    )
+
+
+def test_counters_in_no_directory(folder: LaunchFolder) -> None:
+    done = folder.launch(*TWO, counted(folder), UNICOLL_METRICS_FILE="none/job.prom")
+    assert done.returncode == 1
+    assert "DistArgumentError: UNICOLL_METRICS_FILE: there is no directory none" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (os.mkdir, "job.prom cannot be written: Is a directory"),
+        (os.mkfifo, "job.prom is not complete: writing takes longer than 5 s"),  # nobody reads
+    ],
+)
+def test_counters_that_cannot_be_written(folder: LaunchFolder, make: Any, said: str) -> None:
+    make(folder.path / "job.prom")
+    script = counted(folder, "time.sleep(5)")  # for several attempts to write
+    done = folder.launch(*TWO, script, UNICOLL_METRICS_FILE="job.prom")
+    assert (done.returncode, done.stderr) == (0, f"unicoll.run: UNICOLL_METRICS_FILE: {said}\n")
+
+
+def test_a_malformed_file_of_a_rank_is_left_out(folder: LaunchFolder) -> None:
+    end = """for name in ([1] if rank else []):
+        Path(os.environ["UNICOLL_METRICS_FILE"].format(rank=name)).write_text("# HELP\\nof something else 1\\n")"""
+    done = folder.launch(*TWO, counted(folder, end=end), UNICOLL_METRICS_FILE="job.prom")
+    said = "unicoll.run: UNICOLL_METRICS_FILE: 1.prom of the ranks' files is malformed\n"
+    assert (done.returncode, done.stderr) == (0, said)
+    assert totals(folder.path / "job.prom") == {
+        key: value for key, value in (reduced(2) | SENT).items() if key[2] == 0
+    }
 
 
 def test_a_stopped_reader_does_not_stop_the_launcher(folder: LaunchFolder) -> None:

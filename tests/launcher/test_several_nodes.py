@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.launching import LaunchFolder, all_gone, environment, wait_until
+from tests.launcher.launching import LaunchFolder, all_gone, counters, environment, wait_until
 from tests.support import selection
 from tests.support.hosts import Hosts
 from tests.support.ports import listening_ports
@@ -119,6 +119,16 @@ def test_nodes_with_given_ranks_and_different_numbers_of_workers(folder: LaunchF
     found = sorted(tuple(map(int, line.split())) for line in "".join(outs).splitlines())
     expected = [(0, 0, 0, 5, 3), (1, 1, 0, 5, 3), (2, 2, 0, 5, 3), (3, 0, 1, 5, 2), (4, 1, 1, 5, 2)]
     assert found == [(*each, 2, 5) for each in expected]
+
+
+def test_each_node_writes_the_counters_of_its_ranks(folder: LaunchFolder, port: int) -> None:
+    codes, _, errs = ends(pair(folder, port, "-n", "2", sums(folder), UNICOLL_METRICS_FILE="job.prom"))
+    assert (codes, errs) == ([0, 0], ["", ""])
+    assert sorted(path.name for path in folder.path.glob("*.prom")) == ["job.node0.prom", "job.node1.prom"]
+    for node in range(2):
+        found = counters(folder.path / f"job.node{node}.prom")
+        calls = {key[1:]: value for key, value in found.items() if key[0] == "calls"}
+        assert calls == {(op, 2 * node + i): 1 for op in ("all_reduce", "barrier") for i in range(2)}
 
 
 def test_all_nodes_restart_their_workers_after_a_failure(folder: LaunchFolder, port: int) -> None:

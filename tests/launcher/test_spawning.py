@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pickle
@@ -11,12 +12,15 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.launcher.launching import BOUND, LaunchFolder, all_gone, environment, wait_until
-from unicoll.api.spawn import SpawnError, spawn
+from unicoll.api.spawn import ProcessContext, SpawnError, spawn
 from unicoll.errors import DistArgumentError, DistError, DistTypeError, RankLostError
 
 
@@ -83,10 +87,68 @@ def count_in_store(rank: int) -> None:
     store.close()
 
 
+def give(rank: int, values: list[Any]) -> Any:
+    return values[rank]
+
+
+def give_array(rank: int, size: int) -> dict[str, Any]:
+    return {"rank": rank, "array": np.full(size, rank, np.uint8)}
+
+
+def give_or_fail(rank: int, how: str) -> Any:
+    if rank == 1:
+        if how == "raises":
+            raise ValueError("rank 1's own")
+        return threading.Lock() if how == "cannot be pickled" else OfOneProcess()
+    return np.ones(LARGE)
+
+
+def give_and_fork(rank: int, forked_returns: bool) -> str:
+    forked = os.fork()
+    if forked == 0:
+        if forked_returns:
+            return "of the forked process"
+        time.sleep(600)
+    if forked_returns:
+        os.waitpid(forked, 0)
+    return f"of rank {rank}"
+
+
+def exit_without_failure(rank: int) -> int:
+    sys.exit(0)
+
+
+class OfOneProcess:
+    """Can be pickled, but not unpickled in another process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return of_process, (os.getpid(),)
+
+
+def of_process(pid: int) -> OfOneProcess:
+    if os.getpid() != pid:
+        raise ValueError("it is of another process")
+    return OfOneProcess()
+
+
+LARGE = 5 << 20
+"""Bytes of a result: much more than a pipe holds."""
+
+
+def wait_for_a_part(context: ProcessContext, rank: int) -> None:
+    """Return when a rank has begun to send its result."""
+    assert wait([context._receivers[rank].fileno()], BOUND)
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_every_rank_runs_with_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
-    assert spawn(write_environment, (str(tmp_path), "word"), nprocs=3) is None
+    assert spawn(write_environment, (str(tmp_path), "word"), nprocs=3) == [None] * 3
     assert dict(os.environ) == before
     assert {f.name: f.read_text() for f in tmp_path.iterdir()} == {
         str(r): f"word {r} {r} 3 3 1" for r in range(3)
@@ -96,7 +158,105 @@ def test_every_rank_runs_with_its_environment(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_processes_share_a_store() -> None:
-    assert spawn(count_in_store, nprocs=3) is None
+    assert spawn(count_in_store, nprocs=3) == [None] * 3
+
+
+def test_results_are_a_list_by_rank() -> None:
+    values = ["text", None, {"a": [1, 2.5]}]
+    assert spawn(give, (values,), nprocs=3) == values
+    assert spawn(exit_without_failure) == [None]
+    results = spawn(give_array, (LARGE,), nprocs=2)
+    assert [result["rank"] for result in results] == [0, 1]
+    for rank, result in enumerate(results):
+        np.testing.assert_array_equal(result["array"], np.full(LARGE, rank, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("how", "exitcode", "text"),
+    [
+        (
+            "cannot be pickled",
+            1,
+            "DistTypeError: spawn: rank 1's result, of type _thread.lock, cannot be pickled: TypeError: ",
+        ),
+        (
+            "cannot be unpickled",
+            0,
+            rf"its result, of type {__name__}.OfOneProcess, cannot be unpickled: ValueError: it is of",
+        ),
+    ],
+)
+def test_a_result_that_cannot_be_sent_is_a_failure(how: str, exitcode: int, text: str) -> None:
+    with pytest.raises(SpawnError, match=text) as caught:
+        spawn(give_or_fail, (how,), nprocs=2)
+    assert (caught.value.rank, caught.value.exitcode) == (1, exitcode)
+    assert str(caught.value).startswith(f"process 1 (pid {caught.value.pid})")
+
+
+def test_results_without_join() -> None:
+    context = spawn(give_array, (LARGE,), nprocs=2, join=False)
+    wait_for_a_part(context, 1)
+    assert context.join(timeout=0) is False
+    assert context.results == []
+    assert context.join(timeout=BOUND) is True
+    assert [(result["rank"], result["array"].sum()) for result in context.results] == [(0, 0), (1, LARGE)]
+
+
+def test_a_process_is_stopped_while_it_sends() -> None:
+    context = spawn(give_array, (LARGE,), join=False)
+    wait_for_a_part(context, 0)
+    os.kill(context.pids()[0], signal.SIGSTOP)
+    assert context.join(timeout=0.5) is False
+    os.kill(context.pids()[0], signal.SIGCONT)
+    assert context.join(timeout=BOUND) is True
+    assert len(context.results[0]["array"]) == LARGE
+
+
+def test_a_process_is_killed_while_it_sends() -> None:
+    context = spawn(give_array, (LARGE,), nprocs=2, join=False)
+    wait_for_a_part(context, 1)
+    os.kill(context.pids()[1], signal.SIGKILL)
+    with pytest.raises(SpawnError, match="SIGKILL") as caught:
+        context.join()
+    assert (caught.value.rank, caught.value.exitcode) == (1, -signal.SIGKILL)
+    assert context.results == []
+
+
+@pytest.mark.parametrize("forked_returns", [False, True])
+def test_a_process_of_a_rank_has_the_pipe_too(forked_returns: bool) -> None:
+    results = spawn(give_and_fork, (forked_returns,), nprocs=2)
+    assert results == ["of rank 0", "of rank 1"]
+
+
+def test_results_are_received_after_a_failure_too() -> None:
+    """Otherwise rank 0 does not end, and the grace period is waited for in vain."""
+    context = spawn(give_or_fail, ("raises",), nprocs=2, join=False)
+    with pytest.raises(SpawnError, match="rank 1's own"):
+        context.join(grace_period=BOUND)
+    assert context.processes[0].exitcode == 0
+
+
+def test_no_descriptor_is_left() -> None:
+    """The ends of the pipes are closed while the context and its error still exist."""
+    before = descriptors()
+    contexts = [
+        spawn(give_or_fail, (how,), nprocs=2, join=False) for how in ("raises", "cannot be unpickled")
+    ]
+    contexts += [spawn(give_array, (LARGE,), nprocs=2, join=False)]
+    errors = []
+    for context in contexts[:2]:
+        with pytest.raises(SpawnError) as caught:
+            context.join()
+        errors.append(caught.value)
+    assert contexts[2].join()
+    for context in contexts:
+        for process in context.processes:
+            process.close()  # multiprocessing's own descriptors
+    assert descriptors() == before
+    with pytest.raises(TypeError, match="pickle") as unpicklable:
+        spawn(give, (threading.Lock(),))
+    assert descriptors() == before
+    assert (len(errors), unpicklable.type) == (2, TypeError)
 
 
 def test_an_exception_is_raised_in_the_parent() -> None:
@@ -137,7 +297,6 @@ def test_the_first_failure_is_raised_though_the_clock_goes_back(
     clock = itertools.count(time.time(), -3600)
     monkeypatch.setattr(time, "time", lambda: next(clock))
     context = spawn(die_one_after_the_other, (str(tmp_path),), nprocs=2, join=False)
-    assert context is not None
     with pytest.raises(SpawnError) as caught:
         context.join(grace_period=BOUND)
     assert caught.value.rank == 1
@@ -150,7 +309,6 @@ def test_a_failed_process_that_does_not_end_is_a_failure() -> None:
 
 def test_a_context_without_join(tmp_path: Path) -> None:
     context = spawn(wait_for_file, (str(tmp_path / "go"),), nprocs=2, join=False)
-    assert context is not None
     assert len(context.processes) == 2
     assert not all_gone(context.pids())
     assert context.join(timeout=0) is False
@@ -162,7 +320,6 @@ def test_a_context_without_join(tmp_path: Path) -> None:
 
 def test_join_after_a_failure_leaves_nothing() -> None:
     context = spawn(fail_on_rank_1, nprocs=3, join=False)
-    assert context is not None
     with pytest.raises(SpawnError):
         context.join(grace_period=0.2)
     assert all_gone(context.pids())
@@ -178,7 +335,6 @@ def test_spawn_from_a_thread_that_ends(tmp_path: Path) -> None:
     thread.start()
     thread.join(BOUND)
     (context,) = contexts
-    assert context is not None
     assert context.join(timeout=0.5) is False  # the thread's end is not the parent's
     (tmp_path / "go").touch()
     assert context.join(timeout=BOUND)
@@ -186,10 +342,10 @@ def test_spawn_from_a_thread_that_ends(tmp_path: Path) -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(DistTypeError, match="fn"):
-        spawn(3)  # type: ignore[arg-type]
+        spawn(3)  # type: ignore[call-overload]
     for options in ({"nprocs": 0}, {"start_method": "fork"}):
         with pytest.raises(DistArgumentError, match=next(iter(options))):
-            spawn(fail_on_rank_1, **options)  # type: ignore[arg-type]
+            spawn(fail_on_rank_1, **options)
     with pytest.raises(TypeError, match="pickle"):
         spawn(fail_on_rank_1, args=(threading.Lock(),))
 
@@ -207,9 +363,11 @@ def make(offset):
         print(rank, x, flush=True)
         if offset > 1:
             raise KeyError(factor)
+        return Factor(x[0] + rank), lambda: rank
     return work
 
-dist.spawn(make(1), args=(Factor(10.0),), nprocs=2)
+for factor, closure in dist.spawn(make(1), args=(Factor(10.0),), nprocs=2):
+    print("result", isinstance(factor, Factor), factor.value, closure())
 """
 """Functions and classes as of a notebook's cells: in no file, one a closure."""
 
@@ -217,10 +375,27 @@ dist.spawn(make(1), args=(Factor(10.0),), nprocs=2)
 def test_functions_of_an_interactive_session(folder: LaunchFolder) -> None:
     pytest.importorskip("cloudpickle")
     done = folder.python("-c", SESSION)
-    assert sorted(done.stdout.splitlines()) == ["0 [12.]", "1 [12.]"], done.stderr
+    *printed, first, second = done.stdout.splitlines()
+    assert sorted(printed) == ["0 [12.]", "1 [12.]"], done.stderr
+    assert (first, second) == ("result True 12.0 0", "result True 13.0 1")
     done = folder.python("-c", SESSION.replace("make(1)", "make(2)"))
     assert re.search(r"SpawnError: process [01] \(pid \d+\) failed:", done.stderr)
     assert "KeyError: Factor(value=10.0)" in done.stderr
+
+
+def test_results_of_a_scripts_own_class(folder: LaunchFolder) -> None:
+    script = folder.script(
+        """
+        import dataclasses, unicoll
+        @dataclasses.dataclass
+        class Factor:
+            value: int
+        if __name__ == "__main__":
+            print(unicoll.spawn(Factor, nprocs=2) == [Factor(0), Factor(1)])
+        """
+    )
+    done = folder.python(script)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_functions_of_an_interactive_session_need_cloudpickle(folder: LaunchFolder) -> None:

@@ -723,6 +723,7 @@ def test_the_plot(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     text = (tmp_path / "x.svg").read_text()
     assert text.startswith("<?xml")
+    assert text.count("<!-- size, bytes -->") == 2
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.png", "x.svg"]
 

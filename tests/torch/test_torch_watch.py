@@ -85,21 +85,22 @@ def program(size: int, folder: Path, *words: str, **variables: str) -> Iterator[
 
 
 LINE = r"at \S*watch_program\.py:\d+"
-REDUCE = r"all_reduce\(float32\[3\], SUM\) #\d+ on group '0'"
+REDUCE = r"all_reduce\(float32\[3\], SUM\) #\d+ on group 'default_pg'"
 WAITS = rf"{REDUCE} {LINE} has waited \d+ s; arrived: ranks? .*; missing: rank 1 \(host \S+, pid PID\): "
-DIFFER = r"the calls #\d+ of the ranks of group '0' differ:\n"
+DIFFER = r"the calls #\d+ of the ranks of group 'default_pg' differ:\n"
 MINE = rf"  rank.*: all_reduce\(float32\[3\], SUM\) {LINE}\n"
 RANK_1 = r"  rank 1 \(host \S+, pid PID\): "
 CYCLE = r"deadlock: \d ranks wait for each other in a cycle:\n(.*\n)*"
 HAS_RECORDER = hasattr(torchs, "_dump_fr_trace_json")
-IN_CPP = r"broadcast\(int32\[\d\]\)" if HAS_RECORDER else r"torch's C\+\+ code has started"
+UNKNOWN = r"collective #\d+, which torch's C\+\+ code has started,"
+IN_CPP = r"broadcast\(int32\[\d\]\) #\d+" if HAS_RECORDER else UNKNOWN
 FAULTS = {
-    # what rank 1 does: what one rank logs, or if it is certain, all ranks but those that have ended
+    # what rank 1 does: what one rank logs, for the whole job, or if True, all ranks but those that have ended
     "sleeps": (False, rf"{WAITS}not in a collective of this group; is {LINE}"),
     "stopped": (False, rf"{WAITS}sends no report \(the process is stopped"),
     "trains": (
         False,
-        rf"{IN_CPP} #\d+ on group '0' {LINE} has waited \d+ s; arrived: .*; missing: rank 1 .*"
+        rf"{IN_CPP} on group 'default_pg' {LINE} has waited \d+ s; arrived: .*; missing: rank 1 .*"
         rf": not in a collective of this group; is {LINE}",
     ),
     "receives": (
@@ -109,31 +110,30 @@ FAULTS = {
     "killed": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) died: its process ended"),
     "killed in training": (
         True,
-        rf"rank \d: (a collective that torch's C\+\+ code has started|{IN_CPP}) #\d+ on group '0': rank 1 \(.*\) died: "
-        r"its process",
+        rf"rank \d: ({UNKNOWN}|{IN_CPP}) on group 'default_pg': rank 1 \(.*\) died: its process",
     ),
     "exits": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
     "leaves": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) has left the job"),
     "raises": (True, rf"rank \d: {REDUCE}: rank 1 \(host \S+, pid PID\) ended with ValueError: bad batch"),
     "other shape": (False, rf"{DIFFER}(.*\n)*{RANK_1}all_reduce\(float32\[5\], SUM\) {LINE}"),
     "other type": (False, rf"{DIFFER}(.*\n)*{RANK_1}all_reduce\(float64\[3\], SUM\) {LINE}"),
-    "other order": (True, rf"{DIFFER}{MINE}{RANK_1}broadcast\(float32\[3\], root=0\) {LINE}"),
+    "other order": (False, rf"{DIFFER}{MINE}{RANK_1}broadcast\(float32\[3\], root=0\) {LINE}"),
     "other of many": (
-        True,
+        False,
         rf"{DIFFER}  rank.*: broadcast\(.*, root=0\) {LINE}\n{RANK_1}broadcast\(.*, root=1\) {LINE}",
     ),
     "skips": (
-        True,
+        False,
         rf"{DIFFER}  rank.*: barrier\(\) {LINE}\n{RANK_1}broadcast\(float32\[3\], root=0\) {LINE}",
     ),
     "other in C++": (
-        True,
+        False,
         rf"{DIFFER}  rank.*: all_reduce\(float32\[3\]\) {LINE}\n{RANK_1}broadcast\(float32\[3\]\) {LINE}",
     ),
     "device": (False, rf"{WAITS}not in a collective of this group; is {LINE}"),
     "messages": (
         True,
-        rf"{CYCLE}{RANK_1}recv\(float32\[3\], peer=\d, tag=7\) on group '0' {LINE} waits for rank \d",
+        rf"{CYCLE}{RANK_1}recv\(float32\[3\], peer=\d, tag=7\) on group 'default_pg' {LINE} waits for rank \d",
     ),
     "other group": (
         True,
@@ -142,7 +142,7 @@ FAULTS = {
 }
 FAULTS["other group with DETAIL"] = FAULTS["other group"]
 FAULTS["skips with the default backend"] = FAULTS["skips"]
-FAULTS["skips with two backends"] = True, FAULTS["skips"][1].replace("'0'", "'0:cpu'")
+FAULTS["skips with two backends"] = False, FAULTS["skips"][1].replace("'default_pg'", "'default_pg:cpu'")
 BLOCKED = ("other group", "other group with DETAIL", "messages")
 """Faults after which rank 1 is blocked in torch, too."""
 DIES = ("other shape", "other type")
@@ -162,12 +162,12 @@ BY_RECORDER = ("other in C++", "device")
     ],
 )
 def test_the_rank_that_does_something_else_is_named(fault: str, size: int, tmp_path: Path) -> None:
-    is_certain, pattern = FAULTS[fault]
+    by_all, pattern = FAULTS[fault]
     with program(size, tmp_path, fault, UNICOLL_WATCH="1") as ranks:
         pattern = pattern.replace("PID", str(ranks.popens[1].pid))
-        if not is_certain:
+        if not by_all:
             ranks.await_text(None, pattern)
-        for rank in range(size) if is_certain else ():
+        for rank in range(size) if by_all else ():
             if rank != 1 or fault in BLOCKED:
                 ranks.await_text(rank, pattern)
 
@@ -230,7 +230,9 @@ def test_a_good_program_logs_nothing_and_its_calls_are_recorded(how: str, tmp_pa
         assert "not called" not in report, report
         for rank in range(3):
             metrics = (tmp_path / f"{rank}.prom").read_text()
-            assert f'unicoll_calls_total{{op="all_reduce",group="0",rank="{rank}"}} 5\n' in metrics, metrics
+            assert (
+                f'unicoll_calls_total{{op="all_reduce",group="default_pg",rank="{rank}"}} 5\n' in metrics
+            ), metrics
 
 
 def test_a_dump_on_sigusr1_shows_where_the_ranks_are(tmp_path: Path) -> None:
@@ -243,8 +245,84 @@ def test_a_dump_on_sigusr1_shows_where_the_ranks_are(tmp_path: Path) -> None:
             ranks.await_text(rank, f"rank {rank}: the flight recorder's dump is ")
     report = python("-m", "unicoll.trace", tmp_path / "torch").stdout
     assert re.match(
-        r"rank 1 has not called all_reduce #\d+ of group '0' \(float32\[3\], SUM\); rank 0 has ", report
+        r"rank 1 has not called all_reduce #\d+ of group 'default_pg' \(float32\[3\], SUM\); rank 0 has ",
+        report,
     )
     assert re.search(
         r"started .* watch_program.py:\d+\n +\d+ +1 +not called +watch_program.py:\d+ in hang", report
     )
+
+
+# --- jobs whose launcher ends all processes when one has failed -----------------------------------------------------
+
+MISMATCH = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for _ in range(20):
+    dist.all_reduce(torch.ones(3))
+    time.sleep(0.05)
+if rank != 1:
+    dist.all_reduce(torch.ones(3))
+dist.all_reduce(torch.ones(4000))
+"""
+KILLED = """
+import os, signal
+import torch, torch.distributed as dist, unicoll.torch_plugin
+dist.init_process_group("unicoll")
+for _ in range(20):
+    dist.all_reduce(torch.ones(3))
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(3))
+"""
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node"),
+    "unirun": ("unicoll.run", "-n"),
+}
+
+
+def launch(launcher: str, size: int, folder: Path, program: str, **variables: str) -> str:
+    """All output of a job that fails."""
+    path = folder / "program.py"
+    path.write_text(program)
+    env = environment({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables})
+    call = [sys.executable, "-m", *LAUNCHERS[launcher], str(size), str(path)]
+    done = subprocess.run(
+        call, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180
+    )
+    assert done.returncode == 1, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), ("torchrun", 3), ("unirun", 3)])
+def test_a_call_that_gloo_aborts_for_is_explained(launcher: str, size: int, tmp_path: Path) -> None:
+    """Gloo ends the process of a rank that gets more bytes than its array has, and the launcher the others."""
+    dumps = tmp_path / "dumps"
+    out = launch(launcher, size, tmp_path, MISMATCH, UNICOLL_WATCH="1", UNICOLL_TRACE_DIR=str(dumps))
+    time = r"^(?:\[default\d\]:)?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    line = rf"{time} rank \d: the calls #21 of the ranks of group 'default_pg' differ:"
+    assert len(re.findall(line, out, re.M)) == 1, out
+    assert re.search(r"rank 1 .*: all_reduce\(float32\[4000\], SUM\) at \S*program\.py:11", out), out
+    assert [*(dumps / "torch").glob("rank_*.json")], out
+    if launcher == "unirun":
+        root = out.partition("Root Cause")[2]
+        assert re.search(r"rank +: 1 \(local_rank: 1\)", root), out
+        assert "all_reduce(float32[4000], SUM)" in root, out
+
+
+def test_the_error_of_a_killed_rank_comes_before_torchruns_signal(tmp_path: Path) -> None:
+    out = launch("torchrun", 3, tmp_path, KILLED)
+    lost = r"RankLostError: all_reduce\(float32\[3\], SUM\) #21 on group 'world': rank 1 \(.*\) died"
+    assert len(re.findall(rf"^\[rank[02]\]: .*{lost}", out, re.M)) == 2, out
+
+
+def test_a_signal_ends_a_watched_process_as_without_watching(tmp_path: Path) -> None:
+    with program(2, tmp_path, "sleeps", UNICOLL_WATCH="1", UNICOLL_STALL_WARNING="0") as ranks:
+        for rank in range(2):
+            await_true(lambda rank=rank: "ready" in ranks.out(rank))
+        for popen in ranks.popens:
+            popen.terminate()
+        assert [popen.wait(100) for popen in ranks.popens] == [-signal.SIGTERM] * 2
+        assert ranks.all_errors() == ""

@@ -5,9 +5,11 @@
     unicoll.metrics.snapshot()["all_reduce", "world"].bytes
 
 With ``UNICOLL_METRICS_FILE`` set, ``init_process_group`` enables them, and the file is rewritten every few seconds and
-when the process leaves the job. ``{rank}`` in the name is the rank; without it ``.rankN`` is inserted before the suffix
-in jobs of several ranks. The format is Prometheus's text exposition format, which the textfile collector of
-node_exporter reads: https://prometheus.io/docs/instrumenting/exposition_formats/
+when the process leaves the job. ``{rank}`` in the name is the rank. Without it, in a job of several ranks, the launcher
+``unirun`` writes one file of that name with all ranks (with several nodes ``.nodeN`` is inserted before the suffix);
+under other launchers each rank writes a file with ``.rankN`` before the suffix. The format is Prometheus's text
+exposition format, which the textfile collector of node_exporter reads:
+https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ rank and the job's store and secret in its environment, as under the launcher, s
 from __future__ import annotations
 
 import contextlib
+import io
+import math
 import multiprocessing
 import os
 import pickle
@@ -19,15 +21,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 from unicoll.bootstrap.join import set_exit_cause
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.group.arguments import as_integer
 from unicoll.net.files import temporary_directory
 from unicoll.net.formatting import signal_name
+from unicoll.net.object_format import type_name
 from unicoll.run import worker_main
 from unicoll.run.job import LocalJob, job_token, job_variable
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_members
@@ -37,6 +40,7 @@ _POLL_INTERVAL = 1.0  # seconds between checks for failed processes that do not 
 _CAUSE_SECONDS = 1.0  # to wait for the root cause if only its consequences have been detected
 _TERM_SECONDS = 30.0
 _KILL_SECONDS = 10.0
+_PIPE_BYTES = 1 << 16  # what Linux stores in a pipe
 
 _environment_lock = threading.Lock()
 
@@ -58,6 +62,30 @@ class SpawnError(DistError):
         self.signal = signal_name(-exitcode) if exitcode < 0 else None
 
 
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: Literal[True] = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> list[Any]: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    *,
+    join: Literal[False],
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> ProcessContext: ...
+
+
+@overload
 def spawn(
     fn: Callable[..., object],
     args: tuple[Any, ...] = (),
@@ -65,7 +93,17 @@ def spawn(
     join: bool = True,
     daemon: bool = False,
     start_method: str = "spawn",
-) -> ProcessContext | None:
+) -> list[Any] | ProcessContext: ...
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> list[Any] | ProcessContext:
     """Run ``fn(rank, *args)`` in ``nprocs`` fresh processes, ranks 0 to ``nprocs - 1``.
 
     Each child has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, UNICOLL_STORE and
@@ -82,10 +120,13 @@ def spawn(
         start_method: only ``"spawn"``, as in torch; a forked copy of a threaded program is not reliable.
 
     Returns:
-        None with ``join``, else a ProcessContext; call its ``join`` until it returns True or raises.
+        With ``join`` the list of what ``fn`` has returned, by rank; the values are pickled, as the arguments
+        are. A process that has called ``sys.exit(0)`` has None. Without ``join`` a ProcessContext: call its
+        ``join`` until it returns True or raises; then its ``results`` is that list.
 
     Raises:
-        SpawnError: (with ``join``) a process failed; for the first failure.
+        SpawnError: (with ``join``) a process failed, or what it has returned cannot be pickled or unpickled;
+            for the first failure.
         DistArgumentError: ``nprocs`` is below 1, ``start_method`` is not ``"spawn"``, or ``fn`` is defined in an
             interactive session and cloudpickle is not installed.
         DistTypeError: ``fn`` is not callable.
@@ -101,14 +142,18 @@ def spawn(
     if not join:
         return context
     context.join()
-    return None
+    return context.results
 
 
 class _Call(NamedTuple):
-    """The function that the processes run, and its arguments after the rank."""
+    """The function that the processes run, and its arguments after the rank.
+
+    ``interactive``: its classes may be those of an interactive session.
+    """
 
     fn: Callable[..., object]
     args: tuple[Any, ...]
+    interactive: bool = False
 
 
 class _PickledCall(NamedTuple):
@@ -135,7 +180,7 @@ def _call(fn: Callable[..., object], args: tuple[Any, ...]) -> Any:
             "cloudpickle, or define fn in a file and import it from there (a notebook's cell that begins with "
             "%%writefile work.py writes one)"
         ) from None
-    return _PickledCall(cloudpickle.dumps(_Call(fn, args)))
+    return _PickledCall(cloudpickle.dumps(_Call(fn, args, interactive=True)))
 
 
 class ProcessContext:
@@ -143,10 +188,13 @@ class ProcessContext:
 
     Attributes:
         processes: ``multiprocessing.Process`` objects, by rank.
+        results: what the function has returned, by rank; empty before :meth:`join` has returned True.
     """
 
     def __init__(self, call: _Call, nprocs: int, daemon: bool) -> None:
         self.processes: list[SpawnProcess] = []
+        self.results: list[Any] = []
+        self._receivers: list[_Receiver] = []
         self._token = job_token()
         self._scratch = tempfile.mkdtemp(prefix="unicoll_spawn_", dir=temporary_directory())
         self._guard: Guard | None = None
@@ -166,14 +214,19 @@ class ProcessContext:
     def _start(self, rank: int, nprocs: int, call: _Call, daemon: bool) -> None:
         # A child's death signal is sent when the thread that started it ends, so only the main thread can be used.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        process = multiprocessing.get_context("spawn").Process(
-            target=_run, args=(parent, call, rank), daemon=daemon, name=f"unicoll-spawn-{rank}"
-        )
         assert self._job is not None
         environment = _environment(rank, nprocs, self._job)
         environment[JOB_VARIABLE] = job_variable(self._token)
         environment["TORCHELASTIC_ERROR_FILE"] = self._error_file(rank)
-        with _added_to_environment(environment):
+        own_end, childs_end = multiprocessing.Pipe(duplex=False)
+        self._receivers.append(_Receiver(own_end))
+        with childs_end, _added_to_environment(environment):
+            process = multiprocessing.get_context("spawn").Process(
+                target=_run,
+                args=(parent, call, rank, childs_end),
+                daemon=daemon,
+                name=f"unicoll-spawn-{rank}",
+            )
             process.start()
         self.processes.append(process)
 
@@ -182,7 +235,9 @@ class ProcessContext:
         return [process.pid or 0 for process in self.processes]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until all processes have ended.
+        """Wait until all processes have ended, and receive their results.
+
+        A process whose result is larger than 64 KiB does not end before it is received.
 
         Args:
             timeout: longest wait in seconds; None for no limit.
@@ -197,26 +252,55 @@ class ProcessContext:
         """
         if not self._open:
             return True
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            while running := [p.sentinel for p in self.processes if p.exitcode is None]:
-                left = (
-                    _POLL_INTERVAL
-                    if deadline is None
-                    else min(_POLL_INTERVAL, max(0.0, deadline - time.monotonic()))
-                )
-                ended = wait(running, left)
+            while self._running():
+                left = deadline - time.monotonic()
+                self._wait(min(_POLL_INTERVAL, left))
                 if self._failures():
                     self._fail(grace_period)
-                if not ended and deadline is not None and time.monotonic() >= deadline:
+                if left <= 0 and self._running():
                     return False
             if self._failures():
                 self._fail(grace_period)
+            results = [self._result(rank) for rank in range(len(self.processes))]
         except BaseException:
             self._kill_all()
             raise
+        self.results = results
         self._close()
         return True
+
+    def _running(self) -> list[SpawnProcess]:
+        return [process for process in self.processes if process.exitcode is None]
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until a process has ended, at most ``seconds``, and receive what the processes send."""
+        deadline = time.monotonic() + seconds
+        sentinels = [process.sentinel for process in self._running()]
+        while True:
+            receivers = {receiver.fileno(): receiver for receiver in self._receivers if receiver.is_open}
+            ready = set(wait([*sentinels, *receivers], max(0.0, deadline - time.monotonic())))
+            for fileno, receiver in receivers.items():
+                if fileno in ready:
+                    receiver.receive()
+            # The pipe may end later than the process, whose own child processes may have it, too.
+            if not ready or not ready.isdisjoint(sentinels) or time.monotonic() >= deadline:
+                return
+
+    def _result(self, rank: int) -> Any:
+        """What the function has returned on a rank that has ended without failure."""
+        pid = self.processes[rank].pid or 0
+        kind = "unknown"
+        with self._receivers[rank].all() as file:
+            try:
+                if not file.getbuffer():
+                    return None
+                kind = pickle.load(file)
+                return pickle.load(file)
+            except Exception as error:
+                text = f"process {rank} (pid {pid}): its result, of type {kind}, cannot be unpickled"
+                raise SpawnError(f"{text}: {_text(error)}", rank=rank, pid=pid, exitcode=0) from error
 
     def _fail(self, grace_period: float | None) -> None:
         """Stop the other processes and raise the first failure."""
@@ -227,9 +311,8 @@ class ProcessContext:
             self._wait_for_ends(_CAUSE_SECONDS)
         # From now on a process may end because of the signal below.
         failures = self._failures()
-        for process in self.processes:
-            if process.exitcode is None:
-                process.terminate()
+        for process in self._running():
+            process.terminate()
         self._wait_for_ends(_TERM_SECONDS if grace_period is None else grace_period)
         raise min(failures).error()
 
@@ -248,19 +331,22 @@ class ProcessContext:
 
     def _wait_for_ends(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        while self._running() and (left := deadline - time.monotonic()) > 0:
+            self._wait(min(_POLL_INTERVAL, left))
 
     def _kill_all(self) -> None:
-        for process in self.processes:
-            if process.exitcode is None:
-                process.kill()
-        self._wait_for_ends(_KILL_SECONDS)
-        self._close()
+        for process in self._running():
+            process.kill()
+        try:
+            self._wait_for_ends(_KILL_SECONDS)
+        finally:
+            self._close()
 
     def _close(self) -> None:
         """Kill the processes that the ended ones have left, and release the resources of the job."""
         self._open = False
+        for receiver in self._receivers:
+            receiver.close()
         for process in self.processes:
             process.join(0)  # only this releases it in multiprocessing
         kill_members(self._token, (), _KILL_SECONDS)
@@ -272,6 +358,44 @@ class ProcessContext:
 
     def _error_file(self, rank: int) -> str:
         return os.path.join(self._scratch, f"{rank}.json")
+
+
+class _Receiver:
+    """The parent's end of a rank's pipe, and what has been received from it; no method waits."""
+
+    def __init__(self, end: Connection) -> None:
+        os.set_blocking(end.fileno(), False)
+        self._end = end
+        self._received = io.BytesIO()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._end.closed
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def receive(self) -> bool:
+        """Read once from the pipe, and close it at its end; False if there is nothing to read."""
+        try:
+            data = os.read(self._end.fileno(), _PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        self._received.write(data)
+        if not data:
+            self._end.close()
+        return bool(data)
+
+    def all(self) -> io.BytesIO:
+        """What a process that has ended has sent."""
+        while self.is_open and self.receive():
+            pass
+        self._received.seek(0)
+        return self._received
+
+    def close(self) -> None:
+        self._end.close()
+        self._received.close()
 
 
 class _Failure(NamedTuple):
@@ -292,12 +416,16 @@ class _Failure(NamedTuple):
         return SpawnError(text, rank=self.rank, pid=self.pid, exitcode=self.exitcode)
 
 
-def _run(parent: int | None, call: _Call, rank: int) -> None:
-    """Run the function in the child process."""
+def _run(parent: int | None, call: _Call, rank: int, end: Connection) -> None:
+    """Run the function in the child process, and send what it returns."""
     if parent is not None:
         worker_main.die_with(parent)
+    os.set_inheritable(end.fileno(), False)
+    pid = os.getpid()
     try:
-        call.fn(rank, *call.args)
+        result = call.fn(rank, *call.args)
+        if result is not None and os.getpid() == pid:  # a forked process may return, too
+            _send(result, rank, end, call.interactive)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)  # Ctrl-C also interrupts the parent, which reports it
     except SystemExit as error:
@@ -309,6 +437,35 @@ def _run(parent: int | None, call: _Call, rank: int) -> None:
         worker_main.record(error)
         set_exit_cause(error)
         sys.exit(1)
+
+
+def _send(result: object, rank: int, end: Connection, interactive: bool) -> None:
+    """Send the name of a result's type, and the result, which the parent may be unable to unpickle."""
+    name = type_name(result)
+    try:
+        data = _pickled(result, interactive)
+    except Exception as error:
+        text = f"spawn: rank {rank}'s result, of type {name}, cannot be pickled: {_text(error)}"
+        raise DistTypeError(text) from None
+    with open(end.fileno(), "wb", closefd=False) as file:
+        file.write(pickle.dumps(name))
+        file.write(data)
+
+
+def _pickled(result: object, interactive: bool) -> bytes:
+    try:
+        return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        if not interactive:
+            raise
+    import cloudpickle
+
+    data: bytes = cloudpickle.dumps(result)
+    return data
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _environment(rank: int, nprocs: int, job: LocalJob) -> dict[str, str]:

@@ -82,7 +82,7 @@ def tampered_error(
 def call_failed_error(context: Context, call: Call, cause: BaseException) -> GroupAbortedError:
     """The error that the other ranks raise after this rank has raised ``cause`` in a call."""
     return GroupAbortedError(
-        f"{context.who(context.rank)} failed in {call.describe()} #{call.seq} on group {context.name!r}:"
+        f"{context.who(context.rank)} failed in {call.describe_with_number()} on group {context.name!r}:"
         f" {_described(cause)}",
         group=context.name,
         rank=context.ranks[context.rank],
@@ -131,12 +131,12 @@ def mismatch_error(
     lines = []
     for member, rank in enumerate(context.ranks[:_SHOWN]):
         if member == context.rank:
-            doing = f"{call.describe()} #{call.seq}{_at(_site(call))}"
+            doing = f"{call.describe_with_number()}{_at(_site(call))}"
         else:
             doing = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
         lines.append(f"rank {rank}: {doing}")
     calls = {rank: answer["call"] for rank, answer in reports.items() if answer.get("call")}
-    calls[context.job.rank] = f"{call.describe()} #{call.seq}"
+    calls[context.job.rank] = f"{call.describe_with_number()}"
     differ = why or f"the ranks of group {context.name!r} are in different collectives"
     return CollectiveMismatchError(
         f"{differ}:\n  " + "\n  ".join(lines),
@@ -162,7 +162,7 @@ def timeout_error(
     arrived, absent = _arrived_and_absent(context, call, reports)
     names = f"{_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}"
     error = OperationTimeoutError(
-        f"{call.describe()} #{call.seq} on group {context.name!r} timed out after {call.timeout:g} s;"
+        f"{call.describe_with_number()} on group {context.name!r} timed out after {call.timeout:g} s;"
         f" arrived: {names}; missing: {_list(list(absent.values()))}{_differing(call, reports)}"
         f"{_without_answer(context, reports, links())}",
         group=context.name,
@@ -278,7 +278,7 @@ def report(call: Call | None, last: EndedCall | None, links: str = "") -> Report
     seq, ended = last or (0, None)
     return {
         "seq": seq if call is None else call.seq,
-        "call": f"{call.describe()} #{call.seq}" if call is not None else None,
+        "call": f"{call.describe_with_number()}" if call is not None else None,
         "last": f"{ended.describe()} #{seq}" if ended is not None and call is None else None,
         "where": where() if call is None else _site(call),
         "links": links,
@@ -327,7 +327,7 @@ def _plural(ranks: list[int]) -> str:
 
 def _differing(call: Call, reports: dict[int, Report]) -> str:
     """The ranks whose call has this number and differs, for backends that do not compare calls."""
-    mine = f"{call.describe()} #{call.seq}"
+    mine = f"{call.describe_with_number()}"
     others = [
         f"rank {rank} is in {answer['call']}{_at(answer['where'])}"
         for rank, answer in sorted(reports.items())

@@ -109,7 +109,7 @@ def _panel(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]], key: str
     ticks = _thinned(sizes, 12)
     axes.set_xticks(ticks, [short(size) for size in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("size")
+    axes.set_xlabel("size, bytes")
     axes.set_ylabel(label)
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

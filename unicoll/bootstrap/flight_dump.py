@@ -12,19 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 from unicoll.backend.contract import Job
 from unicoll.backend.flight_recorder import failure_text, ring
 from unicoll.errors import DistArgumentError, DistError, NotInitializedError
 from unicoll.group.recorded_calls import RecordedCall, recorded_calls
-from unicoll.net import fork_safety
+from unicoll.net import fork_safety, signal_thread
 from unicoll.net.control.clock import Offset
 from unicoll.net.files import open_own_directory, write_whole
 from unicoll.net.formatting import command_to_type
 from unicoll.net.interfaces import hostname
-from unicoll.net.signal_handlers import is_caught
 
 log = logging.getLogger("unicoll")
 
@@ -36,8 +34,6 @@ _WRITE_S = 3.0
 """Seconds for which the end of the job waits for dumps that are being written."""
 
 _open: list[FlightDumper] = []
-_pipe: tuple[int, int] | None = None
-"""Where the interpreter writes the numbers of signals, if :func:`handle_signal_on_thread` has effect."""
 
 
 def dumper_of(job: Job) -> FlightDumper:
@@ -102,11 +98,15 @@ class FlightDumper:
         if self in _open:
             _open.remove(self)
         if not _open:
-            _restore_signal()
+            signal_thread.release(signal.SIGUSR1)
         if self.job.control is not None:
             with suppress(ValueError):
                 self.job.control.failure_listeners.remove(self._on_failure)
-        deadline = time.monotonic() + _WRITE_S
+        self.await_written(_WRITE_S)
+
+    def await_written(self, seconds: float) -> None:
+        """Wait for dumps that are being written."""
+        deadline = time.monotonic() + seconds
         for thread in list(self._writers):
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -220,68 +220,7 @@ class FlightDumper:
 
 def handle_signal() -> None:
     """Dump on SIGUSR1, if this is the main thread and nothing else handles the signal."""
-    if _sigusr1_is_free():
-        signal.signal(signal.SIGUSR1, _on_signal)
-
-
-def _sigusr1_is_free() -> bool:
-    """True if this thread can handle SIGUSR1 and nothing else does."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    # faulthandler's handlers are not those of the module signal
-    return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not is_caught(signal.SIGUSR1)
-
-
-def handle_signal_on_thread() -> None:
-    """Dump on SIGUSR1 also while the main thread is in C++ code, where Python's handlers do not run; once per process.
-
-    Has no effect if :func:`handle_signal` has none, or if the program uses ``signal.set_wakeup_fd`` itself.
-    """
-    global _pipe
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if _pipe is not None or not in_main_thread or signal.getsignal(signal.SIGUSR1) is not _on_signal:
-        return
-    _pipe = os.pipe()
-    for end in _pipe:
-        os.set_blocking(end, end == _pipe[0])
-    before = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
-        _close_pipe()
-        return
-    threading.Thread(target=_read_signals, args=(_pipe[0],), name="unicoll-signal", daemon=True).start()
-
-
-def _read_signals(pipe: int) -> None:
-    while numbers := os.read(pipe, 64):
-        if signal.SIGUSR1 in numbers:
-            _dump_on_signal()
-
-
-def _close_pipe() -> None:
-    global _pipe
-    if _pipe is not None:
-        for end in _pipe:
-            os.close(end)
-        _pipe = None
-
-
-def _restore_signal() -> None:
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if _pipe is not None:
-        return  # there may be a job again
-    if in_main_thread and signal.getsignal(signal.SIGUSR1) is _on_signal:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-def _on_signal(_number: int, _frame: FrameType | None) -> None:
-    if _pipe is not None:
-        before = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-        if before == _pipe[1]:
-            return  # the thread has read it
-        if before != -1:  # the program's own, asyncio's for example
-            signal.set_wakeup_fd(before)
-    _dump_on_signal()
+    signal_thread.handle(signal.SIGUSR1, _dump_on_signal)
 
 
 def _dump_on_signal() -> None:
@@ -293,13 +232,7 @@ def _dump_on_signal() -> None:
 
 def _forget() -> None:
     """A forked child is not a member of its parent's job."""
-    was_open = bool(_open or _pipe)
-    if _pipe is not None:
-        signal.set_wakeup_fd(-1)
-        _close_pipe()
     _open.clear()
-    if was_open:
-        _restore_signal()
 
 
 fork_safety.in_child(_forget)

@@ -20,6 +20,7 @@ from unicoll.bootstrap.flight_dump import FlightDumper
 from unicoll.bootstrap.mpi_launch import MPIJobStart
 from unicoll.bootstrap.rendezvous import Rendezvous, gives_members, refuse_protection, rendezvous
 from unicoll.bootstrap.rendezvous_protocol import MIN_SECONDS, StoreLocation
+from unicoll.bootstrap.termination import raise_before_sigterm
 from unicoll.errors import DistError
 from unicoll.group import backend_choice, registry
 from unicoll.group.backend_choice import BackendChoice
@@ -207,6 +208,8 @@ def join_job(
     _joined.append(job)
     if launched is not None:
         enclosing_jobs.mark_joined(launched)
+        if launched.name == "torchrun":
+            raise_before_sigterm(job)
     _register_exit_handler()
     return job
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 import traceback
 import weakref
 from collections import deque
@@ -33,7 +34,8 @@ def install(
 ) -> None:
     """Add callbacks to ``sys.excepthook``, called with each uncaught exception ``before`` and ``after`` it is printed.
 
-    The previous hook prints it; Python's own is replaced by :func:`show`.
+    The previous hook prints it; Python's own is replaced by :func:`show`, and that of threads by
+    :func:`show_in_thread`, with no callback.
     """
     previous = sys.excepthook if sys.excepthook is not sys.__excepthook__ else show
 
@@ -45,6 +47,8 @@ def install(
             after(value)
 
     sys.excepthook = hook
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = show_in_thread
 
 
 def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -58,6 +62,20 @@ def show(kind: type[BaseException], value: BaseException, trace: TracebackType |
     if sys.stderr is not None:
         sys.stderr.write(text)
         sys.stderr.flush()
+
+
+def show_in_thread(arguments: threading.ExceptHookArgs) -> None:
+    """Print an exception like ``threading.__excepthook__``, with frames inside unicoll as one line."""
+    kind, value, trace, thread = arguments
+    text = None
+    if value is not None and kind is not SystemExit and sys.stderr is not None:
+        text = _folded(kind, value, trace)
+    if text is None:
+        threading.__excepthook__(arguments)
+        return
+    name = thread.name if thread is not None else threading.get_ident()
+    sys.stderr.write(f"Exception in thread {name}:\n{text}")
+    sys.stderr.flush()
 
 
 def as_text(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> str:

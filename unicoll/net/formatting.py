@@ -86,6 +86,27 @@ def printable_values(value: Any) -> Any:
     return [*map(printable_values, value)] if isinstance(value, list) else value
 
 
+def shortened(text: str, limit: int) -> str:
+    """The text, or its first whole words and `` ...``, of at most ``limit`` characters.
+
+    It ends before an open bracket if that leaves half of the limit, and within a word only if no other end leaves that.
+    """
+    if len(text) <= limit:
+        return text
+    last = text.rfind(" ", 0, limit - 3)
+    opened: list[int] = []
+    for place, character in enumerate(text[: max(last, 0)]):
+        if character in "([{":
+            opened.append(place)
+        elif character in ")]}" and opened:
+            opened.pop()
+    for place in (*opened, last + 1):
+        end = text.rfind(" ", 0, place)
+        if end >= limit // 2:
+            return f"{text[:end].rstrip()} ..."
+    return f"{text[: limit - 3]}..."
+
+
 def print_text(text: str) -> None:
     """Print text on the standard output.
 

@@ -17,6 +17,8 @@ It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
 - **Restarts.** With ``--max-restarts`` the workers of all nodes are started again after a failure, with
   TORCHELASTIC_RESTART_COUNT and a new store, once no process of the attempt before is left. The end of
   the job names the first failure of the first attempt; the exit code is that of the last.
+- **Counters.** With UNICOLL_METRICS_FILE, without ``{rank}`` in the name, the launcher writes the counters of all its
+  ranks to that file; with several nodes ``.nodeN`` is inserted before the suffix.
 - **No orphans.** No process that a worker has started outlives the job, even if the launcher is killed by
   SIGKILL; see ``unicoll.run.process_cleanup`` for how a job's processes are identified, and how one may leave the job.
 - **MPI.** With ``--mpi`` the launcher is replaced by the mpirun beside this Python, or on PATH: output, failures and

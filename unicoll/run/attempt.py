@@ -21,6 +21,7 @@ from unicoll.run.args import ERR, LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
 from unicoll.run.failure import Failure, last_stderr_lines, report, root_cause, summary
 from unicoll.run.job import job_variable
+from unicoll.run.metrics_file import MetricsFile
 from unicoll.run.nodes import Cause, NodeEnd, Nodes, Placement
 from unicoll.run.output import Console, OutputPipes
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
@@ -102,6 +103,7 @@ class Attempt:
         self._selector.register(self._signals, selectors.EVENT_READ, None)
         self._streams = OutputPipes(self._selector, self._console)
         self._files: AttemptFiles | None = None
+        self._metrics: MetricsFile | None = None
 
     def run(self) -> None:
         """Start the workers and wait for them. OSError or DistError if they cannot be started."""
@@ -132,7 +134,9 @@ class Attempt:
 
     def _start(self) -> None:
         options = self._options
-        added = {JOB_VARIABLE: job_variable(self._token), **self._dumps.environment}
+        self._metrics = MetricsFile(os.environ, options.nnodes, self._place, self._logs, self._console)
+        added = {**self._dumps.environment, **self._metrics.environment}
+        added[JOB_VARIABLE] = job_variable(self._token)
         self._environment = shared_environment(options, self._place, os.environ, added)
         self._files = AttemptFiles(options, self._logs, self.number, self._console)
         for local_rank in range(options.nproc):
@@ -422,6 +426,8 @@ class Attempt:
         self._console.show_status("")
         if self._files is not None:
             self._files.close()
+        if self._metrics is not None:
+            self._metrics.close()
         while self._signals.received:
             self._console.log(f"got {self._signals.received.popleft().name}")
         for worker in self._workers:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from unicoll.net.files import write_whole
-from unicoll.net.formatting import printable, ranks_text, signal_name
+from unicoll.net.formatting import printable, ranks_text, shortened, signal_name
 from unicoll.run.nodes import Cause
 from unicoll.run.tracebacks import CONSEQUENCES, DETECTION_DELAY, describe_exit, keys
 from unicoll.run.workers import Worker
@@ -262,5 +262,4 @@ def last_stderr_lines(worker: Worker) -> str:
 
 def first_line(text: str) -> str:
     """The first line of a text, of at most 300 characters."""
-    line = text.strip().partition("\n")[0].removesuffix(":")
-    return line if len(line) <= _ONE_LINE else line[: _ONE_LINE - 3] + "..."
+    return shortened(text.strip().partition("\n")[0].removesuffix(":"), _ONE_LINE)

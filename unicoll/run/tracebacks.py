@@ -60,7 +60,7 @@ def read_record(path: str, directory: int | None = None) -> ExceptionRecord | No
             message=str(text),
             traceback=str(traceback),
             consequence=any(name in CONSEQUENCES for name in extra.get("classes", ())),
-            final=bool(extra),
+            final=bool(extra) and bool(extra.get("final", True)),
             named=tuple(extra.get("named", ())),
         )
     except (OSError, *MALFORMED):

@@ -230,8 +230,10 @@ def _module(name: str) -> Any:
     return found
 
 
-def record(error: BaseException) -> str | None:
+def record(error: BaseException, final: bool = True) -> str | None:
     """Write the exception to torch's error file, with its exact time and classes.
+
+    ``final`` is False if the program may go on.
 
     Returns the path of the file, or None if it cannot be written.
     """
@@ -262,6 +264,7 @@ def record(error: BaseException) -> str | None:
                 "classes": [f"{c.__module__}.{c.__qualname__}" for c in type(cause).__mro__],
                 "named": _named_ranks(cause),
                 "traceback": shown or text,
+                "final": final,
             },
         }
         _module("files").write_whole(path, json.dumps(content).encode())

@@ -20,6 +20,7 @@ from unicoll.torch_plugin.torch_calls import TorchCall
 _MAX_CHANNELS = 200
 """Kinds of messages up to which a rank sends the numbers of all of them to the relay."""
 
+_DEFAULT = "default_pg"
 _REFUSED_S = 1.0
 """After this time torch does not refuse a call."""
 
@@ -46,8 +47,8 @@ class TorchGroup:
     Attributes:
         pg: a weak reference to torch's process group.
         torchs_name: torch's name of it.
-        name: that name, with a number if it had an earlier group of this name, and the type of device if it has several
-            backends.
+        name: that name (``default_pg`` for the default group, torch's description of it), with a number if it had an
+            earlier group of this name, and the type of device if it has several backends.
         desc: torch's description of it.
         backend_name: torch's name of its backend.
         by_device: if it has several backends and this is the first one, all of them by the type of device; else empty.
@@ -74,7 +75,8 @@ class TorchGroup:
     def __init__(self, pg: Any, backend: str, device: str, number: int, is_only: bool, is_new: bool) -> None:
         self.pg = weakref.ref(pg)
         self.torchs_name = c10d._world.pg_names.get(pg, "")
-        numbered = self.torchs_name if number == 1 else f"{self.torchs_name}#{number}"
+        name = _DEFAULT if _is_default(pg) else self.torchs_name
+        numbered = name if number == 1 else f"{name}#{number}"
         self.name = numbered if is_only else f"{numbered}:{device}"
         self.desc = str(getattr(pg, "group_desc", ""))
         self.backend_name = backend
@@ -201,6 +203,11 @@ class TorchGroup:
             return number
         with self._counting:  # not while another thread's message is in torch's number only
             return self._read_number(pg) - self.messages
+
+
+def _is_default(pg: Any) -> bool:
+    world = c10d.GroupMember.WORLD
+    return world is None or world is pg  # torch makes it, or has made it
 
 
 _names: Counter[str] = Counter()

@@ -79,6 +79,11 @@ class UnrecordedCall(Call):
     def describe(self) -> str:
         return super().describe() if self.is_described else "a collective that torch's C++ code has started"
 
+    def describe_with_number(self) -> str:
+        if self.is_described:
+            return super().describe_with_number()
+        return f"collective #{self.seq}, which torch's C++ code has started,"
+
 
 def _buffers(sizes: list[list[int]], dtypes: list[str]) -> tuple[Buffer, ...]:
     found = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 import threading
 import time
@@ -17,9 +19,10 @@ from unicoll.backend.observed_backend import ObservedBackend, Operation
 from unicoll.backend.operation_errors import Report
 from unicoll.backend.ops import OPS
 from unicoll.backend.thread_frames import ThreadFrames
-from unicoll.errors import BackendUnavailableError, DistError, RankLostError
+from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistError, RankLostError
 from unicoll.net import logs
 from unicoll.net.control.group_failures import pack_error, unpack_error
+from unicoll.run import worker_main
 from unicoll.torch_plugin import call_recorder, torch_groups
 from unicoll.torch_plugin.call_comparison import CallComparison
 from unicoll.torch_plugin.torch_calls import TorchCall, WatchedCall
@@ -32,10 +35,14 @@ if TYPE_CHECKING:
 log = logs.logger("watch")
 
 _NOTICE_S = 0.5
-"""How long the notice of a rank's end may take to arrive after torch has raised an error."""
+_LOST_NOTICE_S = 5.0
+"""How long the notice of a rank's end may take to arrive after torch has raised an error; the second one is for an
+error of a connection, where a rank has ended."""
 _COMPARED_S = 1.0
 """How long the comparison of the calls may take then."""
 _TICK_S = 0.02
+_ENDS_S = 0.3
+"""How long after SIGTERM the end of another rank may be the cause of that, not its effect."""
 
 
 class Failures:
@@ -45,7 +52,8 @@ class Failures:
         rank: of this process.
 
     Attributes:
-        new: errors that were logged since the program's action was called last.
+        new: errors that were added since the program's action was called last.
+        logged: True once there was an error.
     """
 
     def __init__(self, rank: int) -> None:
@@ -53,19 +61,33 @@ class Failures:
         self._rank = rank
         self._lost: set[int | None] = set()
         self._texts: set[str] = set()
+        self._ends_until = math.inf
         self._lock = threading.Lock()
+        self.logged = False
 
-    def add(self, error: DistError) -> None:
-        """Log an error once: several groups fail because of one deadlock or one lost rank."""
+    def ignore_later_ends(self) -> None:
+        """This process is about to end, as the others of the job may be: their ends are no failures."""
+        self._ends_until = min(self._ends_until, time.monotonic() + _ENDS_S)
+
+    def add(self, error: DistError, is_told: bool = False) -> None:
+        """Log an error once: several groups fail because of one deadlock or one lost rank.
+
+        ``is_told`` is True if another rank logs it for all.
+        """
         with self._lock:  # who comes second returns once the error is logged, after which the process may end
             if isinstance(error, RankLostError):
-                if error.rank in self._lost:
+                if error.rank in self._lost or time.monotonic() > self._ends_until:
                     return
                 self._lost.add(error.rank)
             if str(error) not in self._texts:
                 self._texts.add(str(error))
-                log.error("rank %d: %s", self._rank, error)
+                level = logging.INFO if is_told else logging.ERROR
+                log.log(level, "%s rank %d: %s", time.strftime("%Y-%m-%d %H:%M:%S"), self._rank, error)
+                if isinstance(error, CollectiveMismatchError):
+                    # For the launcher's report: of several processes that end this one may be the cause.
+                    worker_main.record(error, final=False)
                 self.new.append(error)
+                self.logged = True
 
 
 class WatchedBackend(ObservedBackend):
@@ -99,8 +121,8 @@ class WatchedBackend(ObservedBackend):
             self._comparison.add(calls, call)
             self._difference = self._comparison.find_difference()
             if self._difference is not None:
+                self._log(self._difference)  # first: this process may be about to end
                 self.state.announce(self._difference)  # unless the group has failed of it before
-                self._log(self._difference)
                 others = [rank for rank in self.context.ranks if rank != self.context.job.rank]
                 self._comparison.send(others, {"differ": pack_error(self._difference)})
 
@@ -115,7 +137,7 @@ class WatchedBackend(ObservedBackend):
         if rank in self.context.ranks:
             if "differ" in message:
                 self._difference = unpack_error(message["differ"])
-                self._log(self._difference)
+                self._log(self._difference, is_told=True)
             self._comparison.receive(rank, message)
 
     @property
@@ -217,7 +239,8 @@ class WatchedBackend(ObservedBackend):
             if not self._raised:  # only the first one waits
                 self._raised = True
                 self._await_cause()
-                lost = self._lost_error(call.watched_call)
+                seconds = _LOST_NOTICE_S if "onnection" in str(error) else _NOTICE_S
+                lost = self._lost_error(call.watched_call, seconds)
                 if lost is not None:
                     self.state.announce(lost)
             cause = self._difference or self.state.error
@@ -234,10 +257,10 @@ class WatchedBackend(ObservedBackend):
         while self._difference is None and self.state.error is None and time.monotonic() < deadline:
             time.sleep(_TICK_S)
 
-    def _lost_error(self, call: Call) -> RankLostError | None:
+    def _lost_error(self, call: Call, seconds: float = _NOTICE_S) -> RankLostError | None:
         """The error of a call because a member has ended, after waiting for the notice of that; None if none has."""
         context, control = self.context, self.context.job.control
-        deadline = time.monotonic() + _NOTICE_S
+        deadline = time.monotonic() + seconds
         while control is not None and self.state.error is None:
             lost = operation_errors.first_dead_member(context)
             if lost is None:
@@ -256,14 +279,16 @@ class WatchedBackend(ObservedBackend):
             is_first = self.state.error is None
             super().abort(error)
             if is_first and not self.closed:
-                self._log(self.state.error)
+                # the rank that has compared the calls has logged it
+                is_told = isinstance(error, CollectiveMismatchError) and self._difference is None
+                self._log(self.state.error, is_told)
         elif self._group is not None and _is_of_collective(cause):
             # torch's C++ code may have made it
             self._log(self._lost_error(UnrecordedCall(self._group, self.sequence, "")))
 
-    def _log(self, error: DistError | None) -> None:
+    def _log(self, error: DistError | None, is_told: bool = False) -> None:
         if error is not None and self._failures is not None:
-            self._failures.add(error)
+            self._failures.add(error, is_told)
 
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
         raise BackendUnavailableError(

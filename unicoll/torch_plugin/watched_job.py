@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from unicoll.backend.contract import Job
+from unicoll.bootstrap import flight_dump
 from unicoll.bootstrap.join import join, leave
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
 from unicoll.errors import DistArgumentError
@@ -62,6 +63,10 @@ class WatchedJob:
         """True once the program ends."""
         return self._job.exiting
 
+    def await_dumps(self, seconds: float) -> None:
+        """Wait for the dumps that are being written."""
+        flight_dump.dumper_of(self._job).await_written(seconds)
+
     def update(self, groups: Sequence[TorchGroup]) -> None:
         """Make the groups that torch has made, and close those that it has destroyed."""
         for group in groups:
@@ -77,11 +82,11 @@ class WatchedJob:
             self._job.groups.remove(made)
         torch_groups.forget_destroyed()
 
-    def compare(self) -> None:
+    def compare(self, at_once: bool) -> None:
         """Compare the calls of the ranks, if it is time for that."""
         now = time.monotonic()
         pause = max(_COMPARE_S, len(self._made) * self._job.size / _MESSAGES_PER_S)
-        if now - self._compared_at < pause:
+        if now - self._compared_at < pause and not at_once:
             return
         self._compared_at = now
         backends = {made.group_name: _backend_of(made) for made in self._made.values()}

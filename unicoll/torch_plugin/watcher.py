@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -20,10 +21,12 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from unicoll.bootstrap import flight_dump
+from unicoll.bootstrap.termination import before_sigterm
 from unicoll.errors import DistArgumentError, DistError, DistNetworkError, DistStoreError, RankLostError
-from unicoll.net import environment, fork_safety, logs
+from unicoll.net import environment, fork_safety, logs, signal_thread
 from unicoll.torch_plugin import call_recorder, torch_groups
 from unicoll.torch_plugin.compat import replace
+from unicoll.torch_plugin.cpp_terminate import before_terminate
 from unicoll.torch_plugin.group import TorchProcessGroup
 from unicoll.torch_plugin.stores import TorchStoreLocation
 from unicoll.torch_plugin.watched_job import WatchedJob
@@ -31,6 +34,13 @@ from unicoll.torch_plugin.watched_job import WatchedJob
 log = logs.logger("watch")
 
 _POLL_S = 0.1
+_FAST_POLL_S = 0.02
+_TERMINATE_S = 1.5
+"""How long a process that C++ code aborts waits for the comparison of its last calls."""
+_DUMP_S = 1.0
+"""How long either waits for the dump of the failure after that."""
+_SIGTERM_S = 0.6
+"""How long one that gets SIGTERM does. Its launcher may have sent it because another rank has ended."""
 _END_S = 2.0
 """Seconds for which the end of the program waits for the thread."""
 _ACTIONS = ("log", "abort")
@@ -83,12 +93,14 @@ class Watcher:
         self._lock = threading.RLock()  # a signal's handler may destroy groups, too
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._undo: Callable[[], None] = lambda: None
+        self._ends = False  # this process, soon
 
     def start(self, on_hang: str | Action) -> None:
         """Start recording and the thread, once."""
         self._on_hang = on_hang
         flight_dump.handle_signal()
-        flight_dump.handle_signal_on_thread()
+        signal_thread.use_thread()
         with self._lock:
             if self._thread is not None:
                 return
@@ -97,12 +109,15 @@ class Watcher:
                 torch_groups.find(pg)
             replace("destroy_process_group", self._destroying)
             replace("_new_process_group_helper", self._making)
+            before_sigterm(lambda: self._await_cause(_SIGTERM_S))
+            self._undo = before_terminate(lambda: self._await_cause(_TERMINATE_S))
             self._thread = threading.Thread(target=self._run, name="unicoll-watch", daemon=True)
             self._thread.start()
             atexit.register(self.close)
 
     def close(self) -> None:
         """End the thread: a thread in C++ must not outlive the interpreter."""
+        self._undo()
         self._closing.set()
         self._close_store()
         if self._thread is not None:
@@ -148,7 +163,7 @@ class Watcher:
         return _new_process_group_helper
 
     def _run(self) -> None:
-        while not self._closing.wait(_POLL_S):
+        while not self._closing.wait(_FAST_POLL_S if self._ends else _POLL_S):
             try:
                 self._check()
             except Exception as error:  # the program must not depend on this thread
@@ -179,10 +194,21 @@ class Watcher:
                 job.update(
                     [part for group in groups if group is not None and group.ranks for part in group.parts]
                 )
-                job.compare()
+                job.compare(at_once=self._ends)
         if job is not None:
             while job.failures.new:
                 self._act(job.failures.new.popleft())
+
+    def _await_cause(self, seconds: float) -> None:
+        """Compare the calls at once, and wait until the cause of a failure is logged; this process is about to end."""
+        job = self._job
+        if job is None or job.is_exiting:
+            return
+        job.failures.ignore_later_ends()
+        self._ends, deadline = True, time.monotonic() + seconds
+        while not job.failures.logged and time.monotonic() < deadline:
+            time.sleep(_FAST_POLL_S)
+        job.await_dumps(_DUMP_S)
 
     def _act(self, error: DistError) -> None:
         if callable(self._on_hang):

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -38,11 +38,16 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Wait:
-    """The call of a late rank, that rank's previous one, and the seconds that the other ranks waited, by rank."""
+    """The call of a late rank, that rank's previous one, and from when to when the other ranks waited, by rank."""
 
     call: Call
     previous: Call | None
-    seconds: dict[int, float]
+    spans: dict[int, tuple[float, float]]
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """How long the other ranks waited, by rank."""
+        return {rank: end - begin for rank, (begin, end) in self.spans.items()}
 
     @property
     def longest(self) -> float:
@@ -57,7 +62,7 @@ class Wait:
 
 @dataclass
 class Totals:
-    """All calls of one operation on one group, of all ranks.
+    """All calls of one operation on one group, of all ranks. Time in several calls of a rank at once counts once.
 
     Attributes:
         calls: number of calls on one rank (the largest, if ranks differ).
@@ -188,7 +193,7 @@ def totals(trace: Trace, waits: Iterable[Wait]) -> list[Totals]:
                 by_rank[call.op, call.group][call.rank].append(call)
     found = {}
     for (op, group), ranks in by_rank.items():
-        seconds = sum((c.ended or c.created) - c.created for calls in ranks.values() for c in calls)
+        seconds = sum(_covered((call.created, call.ended) for call in calls) for calls in ranks.values())
         found[op, group] = Totals(
             op,
             group,
@@ -196,14 +201,33 @@ def totals(trace: Trace, waits: Iterable[Wait]) -> list[Totals]:
             max(sum(call.nbytes for call in calls) for calls in ranks.values()),
             seconds / len(ranks),
         )
+    by_late: dict[tuple[str, str], dict[int, list[Wait]]] = defaultdict(lambda: defaultdict(list))
     for wait in waits:
-        total = found.get((wait.call.op if not wait.call.is_message else "recv", wait.call.group))
-        if total is not None:
-            ranks_of = by_rank[total.op, total.group]
-            total.waiting += wait.total / len(ranks_of)
-            late = wait.call.rank
-            total.waited_for[late] = total.waited_for.get(late, 0.0) + wait.total
+        op = wait.call.op if not wait.call.is_message else "recv"
+        by_late[op, wait.call.group][wait.call.rank].append(wait)
+    for key in found.keys() & by_late.keys():
+        lates = by_late[key]
+        found[key].waiting = _waited(chain(*lates.values())) / len(by_rank[key])
+        found[key].waited_for = {late: _waited(some) for late, some in lates.items()}
     return sorted(found.values(), key=lambda total: -total.seconds)
+
+
+def _waited(waits: Iterable[Wait]) -> float:
+    """The sum over the ranks of the seconds in which the rank was in at least one of the waits."""
+    by_rank: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for wait in waits:
+        for rank, span in wait.spans.items():
+            by_rank[rank].append(span)
+    return sum(map(_covered, by_rank.values()))
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The seconds of the union of intervals."""
+    covered, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered
 
 
 def _previous_calls(trace: Trace) -> dict[int, Call]:
@@ -249,7 +273,7 @@ def _messages(trace: Trace) -> Iterator[list[Call]]:
 
 def _wait(calls: Sequence[Call], error: float, previous: Mapping[int, Call]) -> Wait | None:
     """The wait for the latest of the calls; None if no rank waited."""
-    found: dict[int, float] = {}
+    found: dict[int, tuple[float, float]] = {}
     late: Call | None = None
     for call in calls:
         if call.op == "send":
@@ -258,7 +282,7 @@ def _wait(calls: Sequence[Call], error: float, previous: Mapping[int, Call]) -> 
         before = [each for each in calls if each.created <= end]
         last = max(before, key=lambda each: each.created, default=call)
         if last.created - call.created > error:
-            found[call.rank] = last.created - call.created
+            found[call.rank] = call.created, last.created
             if late is None or last.created > late.created:
                 late = last
     return Wait(late, previous.get(id(late)), found) if late is not None else None
@@ -301,11 +325,11 @@ def _late(waits: Sequence[Wait]) -> list[str]:
         key = (call.rank, call.text, call.group, call.site, before and (before.op, before.site))
         places.setdefault(key, []).append(wait)
     lines = ["longest waits:"]
-    longest = sorted(places.values(), key=lambda some: -sum(wait.total for wait in some))
+    longest = sorted(places.values(), key=lambda some: -_waited(some))
     for some in longest[:_SHOWN]:
         call, before = some[0].call, some[0].previous
-        ranks = dumps.name_ranks([rank for wait in some for rank in wait.seconds])
-        total = sum(wait.total for wait in some)
+        ranks = dumps.name_ranks([rank for wait in some for rank in wait.spans])
+        total = _waited(some)
         calls = f"call #{call.seq}" if len(some) == 1 and call.seq else f"{len(some)} calls"
         after = ""
         if before is not None:

@@ -1,0 +1,53 @@
+"""The end of workers under torchrun, which sends SIGTERM to all of them at once when the first one has ended.
+
+The error that names that rank comes a moment later, and would be lost. So a process whose SIGTERM nothing else handles
+ends by it only after a moment: the call that fails meanwhile raises its error, which ends the program.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from unicoll.backend.contract import Job
+from unicoll.net import signal_thread
+
+_NOTICE_S = 0.5
+"""How long the notice that a rank has ended may take to arrive."""
+_RAISED_S = 1.0
+"""How long the program may take to end with the error."""
+_TICK_S = 0.02
+
+
+def raise_before_sigterm(job: Job) -> None:
+    """On SIGTERM, have a call that waits for a rank of the job that has ended raise its error first."""
+
+    def wait() -> None:
+        control = job.control
+        deadline = time.monotonic() + _NOTICE_S
+        while control is not None and time.monotonic() < deadline:
+            if control.departed.keys() - control.left:
+                time.sleep(_RAISED_S)
+                return
+            time.sleep(_TICK_S)
+
+    before_sigterm(wait)
+
+
+def before_sigterm(wait: Callable[[], object]) -> None:
+    """On SIGTERM call ``wait`` on a thread and then end the process by it, if nothing else handles the signal."""
+
+    def end() -> None:
+        try:
+            wait()
+        finally:
+            signal_thread.end_by(signal.SIGTERM)
+
+    def start() -> None:
+        # The program goes on meanwhile, and may end.
+        threading.Thread(target=end, name="unicoll-end", daemon=True).start()
+
+    if signal_thread.handle(signal.SIGTERM, start):
+        signal_thread.use_thread()
