@@ -75,6 +75,7 @@ class Client:
         records: the protection of the connection after the handshake; None for none.
         error: the reason of a disconnection other than the end of the connection.
         rank: the rank that the client has proved; None if it has none.
+        peer: its host and port.
     """
 
     sock: socket.socket
@@ -86,6 +87,7 @@ class Client:
     records: Records | None = None
     error: Exception | None = None
     rank: int | None = None
+    peer: tuple[str, int] = "", 0
 
 
 def listen(
@@ -256,7 +258,7 @@ class Server(ABC):
                 self._pause()
                 return
             try:
-                sock, _ = listener.accept()
+                sock, peer = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -275,7 +277,7 @@ class Server(ABC):
             ):
                 self._refuse_for_descriptors(sock, self.handshake_address(listener))
                 return
-            self._add_client(sock, self.handshake_address(listener))
+            self._add_client(sock, peer[:2], self.handshake_address(listener))
 
     def _has_place(self) -> bool:
         """True if another unauthenticated client fits: after an eviction, or under a higher limit of open files."""
@@ -315,12 +317,12 @@ class Server(ABC):
         for listener in self._listeners:
             self._selector.unregister(listener)
 
-    def _add_client(self, sock: socket.socket, address: str) -> None:
+    def _add_client(self, sock: socket.socket, peer: tuple[str, int], address: str) -> None:
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             handshake = self._handshake(sock, address)
-            client = Client(sock, handshake)
+            client = Client(sock, handshake, peer=peer)
             self._selector.register(sock, selectors.EVENT_READ, client)
         except OSError:
             sock.close()  # the client has disconnected
@@ -356,7 +358,7 @@ class Server(ABC):
             self._drop(client)
         except Exception as error:
             # Input of a client may close its own connection, never the thread that serves the others.
-            host, peer = _peer(client.sock)
+            host, peer = client.peer[0], interfaces.join_hostport(*client.peer)
             kind = type(error).__name__
             client.error = error
             level = self._log_level(f"{host} {kind}")  # one warning per host: it may be a port scanner
@@ -458,12 +460,3 @@ def _is_same_user(sock: socket.socket) -> bool:
     if not same:
         sock.getpeername()
     return same
-
-
-def _peer(sock: socket.socket) -> tuple[str, str]:
-    """Host and host:port of a client, for the log."""
-    try:
-        host, port = sock.getpeername()[:2]
-    except OSError:
-        return "", "a disconnected client"
-    return host, interfaces.join_hostport(host, port)
