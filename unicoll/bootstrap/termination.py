@@ -20,20 +20,32 @@ _RAISED_S = 1.0
 """How long the program may take to end with the error."""
 _TICK_S = 0.02
 
+_jobs: list[Job] = []
+
 
 def raise_before_sigterm(job: Job) -> None:
     """On SIGTERM, have a call that waits for a rank of the job that has ended raise its error first."""
 
-    def wait() -> None:
-        control = job.control
-        deadline = time.monotonic() + _NOTICE_S
-        while control is not None and time.monotonic() < deadline:
-            if control.departed.keys() - control.left:
-                time.sleep(_RAISED_S)
-                return
-            time.sleep(_TICK_S)
+    _jobs.append(job)
+    job.cleanup.callback(_release, job)
+    before_sigterm(_await_error)
 
-    before_sigterm(wait)
+
+def _release(job: Job) -> None:
+    _jobs.remove(job)
+    signal_thread.leave_thread()
+    if not _jobs:
+        signal_thread.release(signal.SIGTERM)
+
+
+def _await_error() -> None:
+    deadline = time.monotonic() + _NOTICE_S
+    while time.monotonic() < deadline:
+        controls = [job.control for job in [*_jobs] if job.control is not None]
+        if any(control.departed.keys() - control.left for control in controls):
+            time.sleep(_RAISED_S)
+            return
+        time.sleep(_TICK_S)
 
 
 def before_sigterm(wait: Callable[[], object]) -> None:
@@ -49,5 +61,5 @@ def before_sigterm(wait: Callable[[], object]) -> None:
         # The program goes on meanwhile, and may end.
         threading.Thread(target=end, name="unicoll-end", daemon=True).start()
 
-    if signal_thread.handle(signal.SIGTERM, start):
-        signal_thread.use_thread()
+    signal_thread.handle(signal.SIGTERM, start)
+    signal_thread.use_thread()

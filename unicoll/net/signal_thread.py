@@ -20,6 +20,8 @@ Action = Callable[[], object]
 
 _actions: dict[int, Action] = {}
 _pipe: tuple[int, int] | None = None
+_thread: threading.Thread | None = None
+_users = 0
 
 
 def handle(number: int, action: Action) -> bool:
@@ -54,12 +56,13 @@ def release(number: int) -> None:
 
 
 def use_thread() -> None:
-    """Call the actions on a thread from now on; once per process.
+    """Call the actions on a thread from now on, until :func:`leave_thread` was called as often.
 
     Has no effect if no signal is handled, in another thread than the main one, or if the program uses
     ``signal.set_wakeup_fd`` itself.
     """
-    global _pipe
+    global _pipe, _thread, _users
+    _users += 1
     in_main_thread = threading.current_thread() is threading.main_thread()
     if _pipe is not None or not in_main_thread or not any(map(is_handled, _actions)):
         return
@@ -71,7 +74,31 @@ def use_thread() -> None:
         signal.set_wakeup_fd(before)
         _close_pipe()
         return
-    threading.Thread(target=_read_signals, args=(_pipe[0],), name="unicoll-signal", daemon=True).start()
+    _thread = threading.Thread(target=_read_signals, args=(_pipe[0],), name="unicoll-signal", daemon=True)
+    _thread.start()
+
+
+def leave_thread() -> None:
+    """End one use; after the last one the thread ends, if this is the main thread."""
+    global _users
+    _users = max(0, _users - 1)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if _users or _pipe is None or not in_main_thread:
+        return
+    before = signal.set_wakeup_fd(-1)
+    if before not in (-1, _pipe[1]):
+        signal.set_wakeup_fd(before)  # the program's own
+    _end_thread()
+
+
+def _end_thread() -> None:
+    global _pipe, _thread
+    pipe, thread, _pipe, _thread = _pipe, _thread, None, None
+    if pipe is not None:
+        os.close(pipe[1])  # the thread reads the end
+        if thread is not None:
+            thread.join(1.0)
+        os.close(pipe[0])
 
 
 def end_by(number: int) -> None:
@@ -112,6 +139,8 @@ def _on_signal(number: int, _frame: FrameType | None) -> None:
 
 def _forget() -> None:
     """A forked child has the handlers of its parent, but not the thread."""
+    global _thread, _users
+    _thread, _users = None, 0
     if _pipe is not None:
         signal.set_wakeup_fd(-1)
         _close_pipe()
