@@ -296,7 +296,14 @@ def launch(launcher: str, size: int, folder: Path, program: str, **variables: st
     return done.stdout
 
 
-@pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), ("torchrun", 3), ("unirun", 3)])
+@pytest.mark.parametrize(
+    ("launcher", "size"),
+    [
+        ("torchrun", 2),
+        pytest.param("torchrun", 3, marks=pytest.mark.slow),
+        pytest.param("unirun", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_call_that_gloo_aborts_for_is_explained(launcher: str, size: int, tmp_path: Path) -> None:
     """Gloo ends the process of a rank that gets more bytes than its array has, and the launcher the others."""
     dumps = tmp_path / "dumps"

@@ -213,7 +213,7 @@ def _cannot_call(thread: threading.Thread | None, top: FrameType, through_torch:
                 return False  # most modules of a program with torch can call torch.distributed
             may_use = _OURS | {"torch"}
         names = frame.f_globals
-        # threading's hook is unicoll's; the thread calls it at its end
+        # unicoll.net.excepthook may have replaced this hook, which a thread calls when it has failed.
         values = (x for x in [*names.values()] if x is not threading.excepthook)
         if names.get("__name__") == "__main__" or any(_origin(x) in may_use for x in values):
             return False

@@ -136,7 +136,7 @@ def mismatch_error(
             doing = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
         lines.append(f"rank {rank}: {doing}")
     calls = {rank: answer["call"] for rank, answer in reports.items() if answer.get("call")}
-    calls[context.job.rank] = f"{call.describe_with_number()}"
+    calls[context.job.rank] = call.describe_with_number()
     differ = why or f"the ranks of group {context.name!r} are in different collectives"
     return CollectiveMismatchError(
         f"{differ}:\n  " + "\n  ".join(lines),
@@ -278,7 +278,7 @@ def report(call: Call | None, last: EndedCall | None, links: str = "") -> Report
     seq, ended = last or (0, None)
     return {
         "seq": seq if call is None else call.seq,
-        "call": f"{call.describe_with_number()}" if call is not None else None,
+        "call": call.describe_with_number() if call is not None else None,
         "last": f"{ended.describe()} #{seq}" if ended is not None and call is None else None,
         "where": where() if call is None else _site(call),
         "links": links,
@@ -327,7 +327,7 @@ def _plural(ranks: list[int]) -> str:
 
 def _differing(call: Call, reports: dict[int, Report]) -> str:
     """The ranks whose call has this number and differs, for backends that do not compare calls."""
-    mine = f"{call.describe_with_number()}"
+    mine = call.describe_with_number()
     others = [
         f"rank {rank} is in {answer['call']}{_at(answer['where'])}"
         for rank, answer in sorted(reports.items())

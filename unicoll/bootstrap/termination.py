@@ -21,11 +21,11 @@ _RAISED_S = 1.0
 _TICK_S = 0.02
 
 _jobs: list[Job] = []
+"""Those that torchrun has started and this process is in."""
 
 
 def raise_before_sigterm(job: Job) -> None:
     """On SIGTERM, have a call that waits for a rank of the job that has ended raise its error first."""
-
     _jobs.append(job)
     job.cleanup.callback(_release, job)
     before_sigterm(_await_error)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 
 _Handler = ctypes.CFUNCTYPE(None)
 
 
-@cache
 def before_terminate(action: Callable[[], object]) -> Callable[[], None]:
     """Call ``action`` before the process aborts; returns a function that undoes it.
 

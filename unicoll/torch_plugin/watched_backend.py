@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 log = logs.logger("watch")
 
 _NOTICE_S = 0.5
+"""How long the notice of a rank's end may take to arrive after torch has raised an error."""
 _LOST_NOTICE_S = 5.0
-"""How long the notice of a rank's end may take to arrive after torch has raised an error; the second one is for an
-error of a connection, where a rank has ended."""
+"""The same after an error of a connection, which a rank that has ended has closed."""
 _COMPARED_S = 1.0
 """How long the comparison of the calls may take then."""
 _TICK_S = 0.02
@@ -239,6 +239,7 @@ class WatchedBackend(ObservedBackend):
             if not self._raised:  # only the first one waits
                 self._raised = True
                 self._await_cause()
+                # Gloo says "Connection closed by peer" or "Connection reset by peer".
                 seconds = _LOST_NOTICE_S if "onnection" in str(error) else _NOTICE_S
                 lost = self._lost_error(call.watched_call, seconds)
                 if lost is not None:

@@ -208,6 +208,10 @@ class Watcher:
         self._ends, deadline = True, time.monotonic() + seconds
         while not job.failures.logged and time.monotonic() < deadline:
             time.sleep(_FAST_POLL_S)
+        # The thread that has logged it still tells the other ranks, under the lock; if this process ended before that,
+        # they would compare the calls again and log it a second time.
+        if self._lock.acquire(timeout=_DUMP_S):
+            self._lock.release()
         job.await_dumps(_DUMP_S)
 
     def _act(self, error: DistError) -> None:
