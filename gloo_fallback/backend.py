@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from gloo_fallback.p2p.engine import P2PEngine
-from gloo_fallback.shm.symmetric import ROW, SymmetricMemory
+from gloo_fallback.shm.symmetric_segments import ROW, SymmetricMemory
 from gloo_fallback.transport.connections import GroupConnections
 from gloo_fallback.transport.selection import OPERATIONS, Transport, select_transport
 from gloo_fallback.transport.topology import transport_preference
@@ -14,16 +14,13 @@ from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import DType
 from unicoll.backend import Call, Caps, Context, Job
-from unicoll.backend.endpoint import Endpoint
-from unicoll.backend.fallbacks import one_rank
+from unicoll.backend.connections import Endpoint
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.host_backend import HostBackend
-from unicoll.backend.op_queue import Execute
-from unicoll.backend.options import as_options
-from unicoll.backend.size_agreement import exchange_sizes
+from unicoll.backend.host import Execute, HostBackend, exchange_sizes, one_rank
+from unicoll.calls.options import as_options
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistArgumentError, DistError
-from unicoll.net import environment
-from unicoll.net.formatting import backend_text
+from unicoll.process import environment
+from unicoll.process.formatting import backend_text
 
 _NAME = backend_text("gloo")
 _SPINS = 50

@@ -17,18 +17,15 @@ from mpi_comm.runtime.communicators import WorldRanks, publish, world_ranks_of
 from mpi_comm.runtime.cuda_aware import user_setting
 from mpi_comm.runtime.init_finalize import runtime
 from mpi_comm.small_arrays import pack_inputs, prepare_small_call
-from unicoll.arrays import devices
 from unicoll.arrays.buffer import Buffer
-from unicoll.arrays.device_runtime import DeviceError
 from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import DType
 from unicoll.backend import Call, Caps, Context, Job
-from unicoll.backend.fallbacks import one_rank
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.host_backend import HostBackend
-from unicoll.backend.op_queue import Execute
-from unicoll.backend.ops import PROBE
-from unicoll.backend.size_agreement import exchange_sizes, shape_hash
+from unicoll.backend.host import Execute, HostBackend, exchange_sizes, one_rank, shape_hash
+from unicoll.calls.ops import PROBE
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import DeviceError
 from unicoll.errors import (
     BackendUnavailableError,
     CollectiveMismatchError,
@@ -51,7 +48,7 @@ class MPIBackend(HostBackend):
 
     name = "mpi"
     caps = Caps(native=_NATIVE | _PROBE)
-    companion = "gloo"
+    delegate = "gloo"
 
     def __init__(self, context: Context) -> None:
         self.mpi = runtime()
@@ -87,7 +84,7 @@ class MPIBackend(HostBackend):
     def create(cls, context: Context) -> MPIBackend:
         return cls(context)  # the communicator watches the group, from before it is made
 
-    def set_companion(self, backend: HostBackend) -> None:
+    def set_delegate(self, backend: HostBackend) -> None:
         assert self.communicator is not None
         self._large_host_arrays = LargeHostArrays(self.communicator, backend)
         self.state.add_listener(backend.abort)
@@ -295,7 +292,7 @@ class MPIBackend(HostBackend):
 
 def _allows_addresses() -> bool:
     """True if MPI was asked about the devices in use, NVIDIA's; for AMD's it is the user who knows."""
-    runtime = devices.loaded("cuda")
+    runtime = runtimes.loaded("cuda")
     return runtime is None or runtime.name != "HIP" or bool(user_setting())
 
 

@@ -16,7 +16,7 @@ from mpi_comm.group_communicator import COLLECTIVE_TAG, GroupCommunicator
 from mpi_comm.reductions import PACK_LIMIT, v_argument
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import flat_of, split
+from unicoll.backend.host import flat_of, split
 from unicoll.errors import CollectiveMismatchError
 
 Collective = Callable[[GroupCommunicator, Call], None]

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
+from unicoll.arrays.device_flat import DeviceFlat, DeviceMemory
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import split
+from unicoll.backend.host import split
 
 
 def address(flat: Flat) -> int:

@@ -15,10 +15,10 @@ from mpi_comm.runtime.communicators import WorldRanks
 from unicoll.arrays.kernels import Flat, quiet_runner
 from unicoll.backend import Call, operation_errors
 from unicoll.backend.group_state import TICK_S, GroupState
-from unicoll.backend.options import as_options
+from unicoll.calls.options import as_options
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
-from unicoll.net import logs
-from unicoll.net.timeouts import backoff
+from unicoll.process import logs
+from unicoll.process.timeouts import backoff
 
 log = logs.logger("mpi")
 

@@ -13,9 +13,9 @@ import numpy as np
 from mpi_comm.group_communicator import GroupCommunicator
 from mpi_comm.small_arrays import contribution
 from unicoll.backend import Call
-from unicoll.backend.call import ProxyCall
-from unicoll.backend.host_backend import HostBackend
-from unicoll.backend.ops import OPS
+from unicoll.backend.host import HostBackend
+from unicoll.calls.call import ProxyCall
+from unicoll.calls.ops import OPS
 from unicoll.errors import BackendUnavailableError, DistError
 
 _LEAST_REDUCED, _LEAST_MOVED = 1 << 14, 1 << 18

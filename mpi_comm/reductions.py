@@ -25,7 +25,7 @@ from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import flat_of, split
+from unicoll.backend.host import flat_of, split
 
 ALLGATHER_LIMIT = 1 << 16
 """Bytes of all contributions together up to which every rank reduces all elements (MPI_Allgather)."""

@@ -17,9 +17,8 @@ from mpi_comm.group_communicator import GroupCommunicator
 from unicoll.arrays.kernels import Flat, kernel_for
 from unicoll.arrays.types import DType
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import flat_of, split
-from unicoll.backend.ops import Op
-from unicoll.backend.size_agreement import shape_hash
+from unicoll.backend.host import flat_of, shape_hash, split
+from unicoll.calls.ops import Op
 
 Finish = Callable[[Call], None]
 """Writes a call's results from the contributions of all ranks."""

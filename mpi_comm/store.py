@@ -17,7 +17,6 @@ from typing import Any
 
 from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.errors import DistNetworkError, DistStoreError
-from unicoll.net.interrupts import Changes, LazyThread
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.protocol import (
     REPLY,
@@ -31,7 +30,8 @@ from unicoll.net.stores.protocol import (
     validate,
 )
 from unicoll.net.stores.table import Table, WaitRequired
-from unicoll.net.timeouts import backoff
+from unicoll.process.interrupts import Changes, LazyThread
+from unicoll.process.timeouts import backoff
 
 _REQUESTS = 1
 _FIRST_REPLY = 2

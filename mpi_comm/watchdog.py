@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from unicoll.backend import operation_errors
 from unicoll.errors import DistError, OperationTimeoutError
-from unicoll.net import logs
+from unicoll.process import logs
 
 if TYPE_CHECKING:
     from mpi_comm.backend import MPIBackend

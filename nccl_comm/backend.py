@@ -8,13 +8,13 @@ from typing import Any
 
 from nccl_comm.library import locate
 from nccl_comm.transport_report import expected, logged, settings
-from unicoll.arrays import devices
-from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Caps
-from unicoll.backend.options import Options
+from unicoll.calls.options import Options
 from unicoll.device_collectives.backend import NATIVE_OPERATIONS, DeviceBackend
 from unicoll.device_collectives.interface import CollectiveLibrary, Config
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import DeviceRuntime
 
 
 def _reduces(dtype: DType, reduction: Reduction) -> bool:
@@ -30,7 +30,7 @@ class NCCLBackend(DeviceBackend):
     @classmethod
     def availability(cls) -> str | None:
         found = locate.find()
-        return found if isinstance(found, str) else devices.reason_against("cuda")
+        return found if isinstance(found, str) else runtimes.reason_against("cuda")
 
     @classmethod
     def load_library(cls) -> CollectiveLibrary:
@@ -38,7 +38,7 @@ class NCCLBackend(DeviceBackend):
 
     @classmethod
     def load_runtime(cls) -> DeviceRuntime:
-        return devices.runtime("cuda")
+        return runtimes.runtime("cuda")
 
     def configure(self, options: Options) -> Config:
         config = super().configure(options)

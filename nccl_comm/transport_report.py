@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unicoll.arrays.device_runtime import DeviceError, DeviceRuntime
-from unicoll.net.interfaces import interfaces
+from unicoll.devices.device_runtime import DeviceError, DeviceRuntime
+from unicoll.net.wire.interfaces import interfaces
 
 Fact = Mapping[str, Any]
 """What a member published: ``host``, ``device`` (ordinal in its process), ``uuid``, and ``hostid`` if NCCL_HOSTID is

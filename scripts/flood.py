@@ -64,7 +64,7 @@ def run_rank(rank: int, port: int, secret: str, limit: int, pipe: Connection) ->
     )
     import unicoll as dist
     from tests.support.ports import listening_ports
-    from unicoll.net.admission import max_unauthenticated
+    from unicoll.net.wire.admission import max_unauthenticated
 
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT_SECONDS)
@@ -142,7 +142,7 @@ def threads_time() -> float:
 def connect_clients(port: int, secret: str, pipe: Connection) -> None:
     """New clients of the store, sequentially on each of several threads, in the phases that the pipe starts."""
     from unicoll import TCPStore
-    from unicoll.net.secret import Secret
+    from unicoll.net.wire.secret import Secret
 
     def connect(until: float, took: list[float], errors: list[str]) -> None:
         try:

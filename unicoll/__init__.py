@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         scatter,
     )
     from unicoll.api.debugger import breakpoint
-    from unicoll.api.device_mesh import DeviceMesh, dims_create, init_device_mesh
     from unicoll.api.hooks import add_hook, annotate, check_finite
     from unicoll.api.init import destroy_process_group, explain, init_process_group, join
     from unicoll.api.objects import (
@@ -100,12 +99,12 @@ if TYPE_CHECKING:
     )
     from unicoll.arrays.types import ReduceOp, default_pg_timeout, reduce_op
     from unicoll.backend.contract import Registration
-    from unicoll.backend.options import CallOptions, Options, ProcessGroupNCCL
-    from unicoll.backend.reduce_ops import supported_reductions
-    from unicoll.backend.status import NO_RANK, Status
-    from unicoll.backend.work import Work
-    from unicoll.bootstrap.flight_dump import dump_flight_recorder
     from unicoll.bootstrap.rendezvous import register_rendezvous_handler
+    from unicoll.calls.options import CallOptions, Options, ProcessGroupNCCL
+    from unicoll.calls.reduce_ops import supported_reductions
+    from unicoll.calls.status import NO_RANK, Status
+    from unicoll.calls.work import Work
+    from unicoll.diagnosis.flight_dump import dump_flight_recorder
     from unicoll.errors import (
         AuthenticationError,
         BackendUnavailableError,
@@ -129,44 +128,45 @@ if TYPE_CHECKING:
     from unicoll.group.call_hooks import Hook, HookedCall
     from unicoll.group.process_group import ProcessGroup
     from unicoll.group.registry import BackendName as Backend
-    from unicoll.net.debug_level import (
+    from unicoll.mesh.device_mesh import DeviceMesh, dims_create, init_device_mesh
+    from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+    from unicoll.parallel.exact_sum import ExactSum
+    from unicoll.parallel.recovery import recover
+    from unicoll.process.debug_level import (
         DebugLevel,
         get_debug_level,
         set_debug_level,
         set_debug_level_from_env,
     )
-    from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
-    from unicoll.parallel.exact_sums import ExactSum
-    from unicoll.parallel.recovery import recover
     from unicoll.trace.profile import profile
 
 __version__ = "0.2.0"
 
 _LAZY = {
-    "DeviceMesh": "api.device_mesh",
-    "init_device_mesh": "api.device_mesh",
-    "dims_create": "api.mesh_layout",
+    "DeviceMesh": "mesh.device_mesh",
+    "init_device_mesh": "mesh.device_mesh",
+    "dims_create": "mesh.layout",
     "device_mesh": "device_mesh",
     "SpawnError": "api.spawn",
     "breakpoint": "api.debugger",
-    "dump_flight_recorder": "bootstrap.flight_dump",
+    "dump_flight_recorder": "diagnosis.flight_dump",
     "spawn": "api.spawn",
     "metrics": "api.metrics",
     "profile": "trace.profile",
     "parallel": "parallel",
-    "ExactSum": "parallel.exact_sums",
+    "ExactSum": "parallel.exact_sum",
     "recover": "parallel.recovery",
     "Backend": "group.registry:BackendName",
     **{name: name for name in ("api", "arrays", "backend", "errors", "group", "net")},
     "ProcessGroup": "group.process_group",
-    "Work": "backend.work",
+    "Work": "calls.work",
     "register_rendezvous_handler": "bootstrap.rendezvous",
     **dict.fromkeys(("add_hook", "annotate", "check_finite"), "api.hooks"),
     **dict.fromkeys(("Hook", "HookedCall"), "group.call_hooks"),
     **dict.fromkeys(("grow_group", "new_group", "shrink_group", "split_group"), "api.subgroups"),
     **dict.fromkeys(("new_subgroups", "new_subgroups_by_enumeration"), "api.subgroups"),
-    **dict.fromkeys(("DebugLevel", "get_debug_level"), "net.debug_level"),
-    **dict.fromkeys(("set_debug_level", "set_debug_level_from_env"), "net.debug_level"),
+    **dict.fromkeys(("DebugLevel", "get_debug_level"), "process.debug_level"),
+    **dict.fromkeys(("set_debug_level", "set_debug_level_from_env"), "process.debug_level"),
     **dict.fromkeys(("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"), "net.stores"),
 }
 _LAZY_MODULES = {"api", "arrays", "backend", "device_mesh", "errors", "group", "metrics", "net", "parallel"}
@@ -178,9 +178,9 @@ _OTHERS = (
     "api.world",
     "arrays.types",
     "backend.contract",
-    "backend.options",
-    "backend.reduce_ops",
-    "backend.status",
+    "calls.options",
+    "calls.reduce_ops",
+    "calls.status",
     "errors",
 )
 """The modules that have the other names, which are imported together, so that no call imports anything."""

@@ -63,16 +63,16 @@ def _find_in_env(rendezvous: Any) -> None:
 
 
 def _watch_with_first_group(c10d: Any) -> None:
-    """Call :func:`unicoll.torch_plugin.watch` when torch makes a group, so that other processes start nothing."""
+    """Call :func:`unicoll.torch_watch.watch` when torch makes a group, so that other processes start nothing."""
     torchs_helper = c10d._new_process_group_helper
 
     def helper(*args: Any, **options: Any) -> Any:
         c10d._new_process_group_helper = torchs_helper
-        from unicoll.net import environment, logs
+        from unicoll.process import environment, logs
 
         try:
             if environment.flag("UNICOLL_WATCH"):
-                from unicoll.torch_plugin import watch
+                from unicoll.torch_watch import watch
 
                 watch()
         except Exception as error:  # the program must not depend on it

@@ -8,18 +8,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from unicoll.arrays import devices
-from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import Device, DType, Reduction
 from unicoll.backend import Call, Caps, Context
-from unicoll.backend.fallbacks import flat_of
+from unicoll.backend.host import flat_of
 from unicoll.device_collectives.backend import NATIVE_OPERATIONS, DeviceBackend
 from unicoll.device_collectives.group_resources import GroupResources
 from unicoll.device_collectives.in_flight import PendingWork
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.device_collectives.stream_completion import StreamCompletion
-from unicoll.net.interrupts import Flag
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import DeviceRuntime
+from unicoll.process.interrupts import Flag
 from xccl_comm.host_runtime import HostRuntime, HostStream
 from xccl_comm.library import locate
 from xccl_comm.library.host_calls import HostOneCCL
@@ -41,7 +41,7 @@ class XCCLBackend(DeviceBackend):
 
     @classmethod
     def availability(cls) -> str | None:
-        found = devices.reason_against("xpu") or locate.find()
+        found = runtimes.reason_against("xpu") or locate.find()
         return found if isinstance(found, str) else None
 
     @classmethod
@@ -50,7 +50,7 @@ class XCCLBackend(DeviceBackend):
 
     @classmethod
     def load_runtime(cls) -> DeviceRuntime:
-        return devices.runtime("xpu")
+        return runtimes.runtime("xpu")
 
     def __init__(self, context: Context, parent: DeviceBackend | None = None, connect: bool = True) -> None:
         self._issuing = HostStream(f"unicoll-xccl-{context.name}")

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from unicoll.arrays.device_runtime import PER_THREAD_STREAM, DeviceFacts, DeviceRuntime
-from unicoll.net.interrupts import Changes, LazyThread
+from unicoll.devices.device_runtime import PER_THREAD_STREAM, DeviceFacts, DeviceRuntime
+from unicoll.process.interrupts import Changes, LazyThread
 
 HOST_STREAM = 0
 """Handle of the order in which a thread of the program uses the arrays: what it has begun is done."""

@@ -41,8 +41,7 @@ from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.compression import BLOCK
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import even_parts, flat_of, kernel_of
-from unicoll.backend.size_agreement import shape_hash
+from unicoll.backend.host import even_parts, flat_of, kernel_of, shape_hash
 
 
 def barrier(hierarchy: HierarchyContext, call: Call) -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import flat_of, split
+from unicoll.backend.host import flat_of, split
 
 
 def bounds_of(count: int, parts: int) -> list[int]:

@@ -32,9 +32,8 @@ from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.compression import Codec, codec_for
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import even_parts, flat_of, kernel_of
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.size_agreement import shape_hash
+from unicoll.backend.host import even_parts, flat_of, kernel_of, shape_hash
 from unicoll.errors import CollectiveMismatchError
 
 SMALL = 1 << 16

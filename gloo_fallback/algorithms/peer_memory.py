@@ -1,10 +1,10 @@
 """Collectives of large arrays that the ranks of one host read from each other, without copies to the slots.
 
-Arrays in symmetric memory (:mod:`gloo_fallback.shm.symmetric`) are read and written in place, others are copied from
-the memory of their process (:mod:`gloo_fallback.shm.peer_memory`). There is one step of the slots before, in which the
-ranks compare signatures and exchange the locations of their arrays, and one after, when the arrays may be changed. Each
-function returns False, without effect on the arrays, if not all arrays can be read; this is the same on all ranks. The
-first step is then done; the caller may compare the signatures again in its own first step.
+Arrays in symmetric memory (:mod:`gloo_fallback.shm.symmetric_segments`) are read and written in place, others are
+copied from the memory of their process (:mod:`gloo_fallback.shm.process_memory`). There is one step of the slots
+before, in which the ranks compare signatures and exchange the locations of their arrays, and one after, when the arrays
+may be changed. Each function returns False, without effect on the arrays, if not all arrays can be read; this is the
+same on all ranks. The first step is then done; the caller may compare the signatures again in its own first step.
 
 Reductions proceed in rank order, as those through slots, so both give the same bits.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gloo_fallback.algorithms.operands import bounds_of
-from gloo_fallback.shm.peer_memory import PeerArray, address_of, is_readable
+from gloo_fallback.shm.process_memory import PeerArray, address_of, is_readable
 from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call

@@ -27,8 +27,7 @@ from gloo_fallback.algorithms.over_sockets import check_counts
 from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
-from unicoll.backend.fallbacks import flat_of, kernel_of
-from unicoll.backend.size_agreement import shape_hash
+from unicoll.backend.host import flat_of, kernel_of, shape_hash
 
 WHOLE = 1 << 16
 """Arrays are reduced entirely by every rank, in one step, if those of the other ranks together have up to this size.
@@ -50,7 +49,7 @@ class Plan(NamedTuple):
         read: the views of the ranks' slots that have the data after the step; a :class:`_PartsPlan` of two steps; or
             None if the arrays are processed in chunks.
         kernel: of a reduction.
-        value: see :func:`~unicoll.backend.size_agreement.shape_hash`.
+        value: see :func:`~unicoll.backend.host.size_agreement.shape_hash`.
     """
 
     write: Any

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from gloo_fallback.p2p.receiver import MessageReceiver
 from gloo_fallback.p2p.sender import MessageSender
-from unicoll.net import logs
-from unicoll.net.channel import Connection
+from unicoll.net.wire.channel import Connection
+from unicoll.process import logs
 
 if TYPE_CHECKING:
     from gloo_fallback.p2p.engine import P2PEngine

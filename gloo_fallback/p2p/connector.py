@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from gloo_fallback.p2p.frames import PendingMessage
-from unicoll.backend.endpoint import MESSAGES, Endpoint
+from unicoll.backend.connections import MESSAGES, Endpoint
 from unicoll.errors import RankLostError
 
 if TYPE_CHECKING:

@@ -30,18 +30,18 @@ from gloo_fallback.p2p.progress import ProgressEngine
 from gloo_fallback.shm.ring_buffer import RingReader
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
 from unicoll.backend import Call, operation_errors
-from unicoll.backend.callback_thread import CallbackThread
-from unicoll.backend.endpoint import MESSAGES, Endpoint
+from unicoll.backend.connections import MESSAGES, Endpoint
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.interrupts import leaves_doubt, mark_unchanged
-from unicoll.backend.message_matcher import MessageMatcher
-from unicoll.backend.ops import PROBE
-from unicoll.backend.work import HostCompletion
+from unicoll.backend.host import MessageMatcher
+from unicoll.calls.callback_thread import CallbackThread
+from unicoll.calls.error_marks import leaves_doubt, mark_unchanged
+from unicoll.calls.ops import PROBE
+from unicoll.calls.work import HostCompletion
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
-from unicoll.net.channel import Connection
 from unicoll.net.control.wait_graph import MessageState
-from unicoll.net.interrupts import raised_by_handler
-from unicoll.net.records import TamperedError
+from unicoll.net.wire.channel import Connection
+from unicoll.net.wire.records import TamperedError
+from unicoll.process.interrupts import raised_by_handler
 
 _BUFFER_BYTES = 1 << 16
 _MAX_RECEIVES = 16

@@ -13,7 +13,7 @@ import numpy as np
 
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.backend.work import HostCompletion
+from unicoll.calls.work import HostCompletion
 
 HEADER = struct.Struct("<IBBHqQQ")
 """Magic, kind, dtype code, padding, tag, and two numbers."""

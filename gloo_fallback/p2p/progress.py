@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from gloo_fallback.p2p.frames import PendingMessage, Waker
 from gloo_fallback.shm.ring_buffer import RingReader, poll_any
-from unicoll.backend.interrupts import leaves_doubt
+from unicoll.calls.error_marks import leaves_doubt
 from unicoll.errors import OperationTimeoutError
-from unicoll.net import logs
-from unicoll.net.interrupts import LazyThread
+from unicoll.process import logs
+from unicoll.process.interrupts import LazyThread
 
 if TYPE_CHECKING:
     from gloo_fallback.p2p.connection import PeerConnection

@@ -26,9 +26,9 @@ from gloo_fallback.p2p.sender import MessageSender
 from gloo_fallback.shm.ring_buffer import RingReader
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.net.channel import Channel, Connection
-from unicoll.net.interrupts import raised_by_handler
-from unicoll.net.records import TamperedError
+from unicoll.net.wire.channel import Channel, Connection
+from unicoll.net.wire.records import TamperedError
+from unicoll.process.interrupts import raised_by_handler
 
 if TYPE_CHECKING:
     from gloo_fallback.p2p.engine import P2PEngine

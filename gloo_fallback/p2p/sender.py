@@ -26,8 +26,8 @@ from gloo_fallback.p2p.frames import (
 from gloo_fallback.shm.ring_buffer import CHUNK, RingReader, RingWriter
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.net.channel import Channel, Connection, within_a_host
-from unicoll.net.interrupts import raised_by_handler
+from unicoll.net.wire.channel import Channel, Connection, within_a_host
+from unicoll.process.interrupts import raised_by_handler
 
 _DONTWAIT = socket.MSG_DONTWAIT
 _SYSCALL_BYTES = 1 << 20

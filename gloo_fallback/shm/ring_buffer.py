@@ -37,7 +37,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gloo_fallback.shm.segment import SharedSegment, create_offer, has_strong_ordering, open_offer
-from unicoll.net.received_json import parse
+from unicoll.net.objects.received_json import parse
 
 _HEADER = struct.Struct("<IIqQ8x")
 """Kind, dtype code, tag, bytes of the message."""

@@ -21,10 +21,10 @@ from typing import Any
 
 from gloo_fallback.shm import futex
 from unicoll.backend import Context
-from unicoll.net import environment
-from unicoll.net.host_identity import boot_id
-from unicoll.net.received_json import from_store
-from unicoll.net.timeouts import backoff
+from unicoll.net.objects.received_json import from_store
+from unicoll.process import environment
+from unicoll.process.host_identity import boot_id
+from unicoll.process.timeouts import backoff
 
 _NAME = "unicoll"
 _TOKEN = 32

@@ -25,13 +25,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from gloo_fallback.shm import futex
-from gloo_fallback.shm.peer_memory import PeerMemory
+from gloo_fallback.shm.process_memory import PeerMemory
 from gloo_fallback.shm.segment import SharedSegment
-from gloo_fallback.shm.symmetric import SymmetricMemory
+from gloo_fallback.shm.symmetric_segments import SymmetricMemory
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 from unicoll.backend.group_state import TICK_S, GroupState
-from unicoll.backend.op_queue import OpQueue
+from unicoll.backend.host import OpQueue
 from unicoll.errors import DistError
 
 SLOT = 1 << 20

@@ -13,13 +13,13 @@ from typing import NoReturn
 from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
 from gloo_fallback.transport.striping import STRIPED, STRIPED_COMPRESSED, Stripe, advance, stripes, transfer
 from unicoll.backend import operation_errors
-from unicoll.backend.endpoint import Endpoint
+from unicoll.backend.connections import Endpoint
 from unicoll.backend.group_state import TICK_S, GroupState
 from unicoll.errors import DistError, DistNetworkError, RankLostError
-from unicoll.net.channel import Channel, Connection
-from unicoll.net.interrupts import raised_by_handler
-from unicoll.net.links import given_up, unacknowledged
-from unicoll.net.records import TamperedError
+from unicoll.net.wire.channel import Channel, Connection
+from unicoll.net.wire.links import given_up, unacknowledged
+from unicoll.net.wire.records import TamperedError
+from unicoll.process.interrupts import raised_by_handler
 
 _COLLECTIVE = "c"
 """The first character of the kind of these connections, as opposed to ``MESSAGES``."""

@@ -11,12 +11,12 @@ from typing import Any
 
 from gloo_fallback.algorithms import circulant, compressed, hierarchical, over_sockets, rings, shared_memory
 from gloo_fallback.algorithms.hierarchy_context import HierarchyContext
-from gloo_fallback.shm import symmetric
+from gloo_fallback.shm import symmetric_segments
 from gloo_fallback.shm.slots import SLOT, Slots, size_of
 from gloo_fallback.transport.connections import GroupConnections
 from gloo_fallback.transport.exchange import HEADER_SIZE
 from gloo_fallback.transport.topology import Topology, build_topology
-from unicoll.net import logs
+from unicoll.process import logs
 
 log = logs.logger("gloo")
 
@@ -41,7 +41,7 @@ OPERATIONS = {
 
 def _table(module: ModuleType) -> dict[str, Callable[..., bool | None]]:
     found = {operation: getattr(module, name) for operation, name in OPERATIONS.items()}
-    found[symmetric.ROW.name] = found["all_gather"]
+    found[symmetric_segments.ROW.name] = found["all_gather"]
     return found
 
 

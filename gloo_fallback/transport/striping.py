@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
-from unicoll.net.channel import Connection
+from unicoll.net.wire.channel import Connection
 
 STRIPED = 1 << 17
 """Bytes from which a message is cut: more than the exchange at the beginning of a collective sends."""

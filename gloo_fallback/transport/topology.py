@@ -16,7 +16,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from gloo_fallback.shm.peer_memory import find_peer_memory
+from gloo_fallback.shm.process_memory import find_peer_memory
 from gloo_fallback.shm.segment import (
     SharedSegment,
     can_share,
@@ -29,8 +29,8 @@ from gloo_fallback.shm.slots import SemaphoreSlots, Slots, size_of
 from gloo_fallback.transport.connections import GroupConnections
 from unicoll.backend import Context
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistNetworkError
-from unicoll.net import environment
-from unicoll.net.host_identity import boot_id
+from unicoll.process import environment
+from unicoll.process.host_identity import boot_id
 
 _SIMULATED_HOST_SIZE = 2
 """Ranks of each simulated host under UNICOLL_TRANSPORT=hierarchical."""

@@ -18,14 +18,14 @@ from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
 from mpi_comm.p2p.matcher import EAGER_LIMIT, PACK, RequestMatcher
 from mpi_comm.p2p.requests import PendingRequest
 from unicoll.backend import Call, operation_errors
-from unicoll.backend.callback_thread import CallbackThread
-from unicoll.backend.interrupts import leaves_doubt, mark_unchanged
-from unicoll.backend.work import HostCompletion
+from unicoll.calls.callback_thread import CallbackThread
+from unicoll.calls.error_marks import leaves_doubt, mark_unchanged
+from unicoll.calls.work import HostCompletion
 from unicoll.errors import DistBackendError, DistError, OperationTimeoutError
-from unicoll.net import logs
 from unicoll.net.control.wait_graph import MessageState
-from unicoll.net.interrupts import LazyThread
-from unicoll.net.timeouts import backoff
+from unicoll.process import logs
+from unicoll.process.interrupts import LazyThread
+from unicoll.process.timeouts import backoff
 
 log = logs.logger("mpi")
 
@@ -84,12 +84,12 @@ class MPIP2PEngine:
     def iprobe(self, call: Call) -> bool:
         """True if a message that a probe matches has come; ``call`` is the probe."""
         request = self._accept(call)
-        outer = self._owner == get_ident()
+        nested = self._owner == get_ident()
         try:
-            if not request.completion.done() and not outer and self._acquire(0.0):
+            if not request.completion.done() and not nested and self._acquire(0.0):
                 self._progress_once()
         finally:
-            self._give_back(outer)
+            self._give_back(nested)
         self._matcher.withdraw(request)
         self._wake_thread()  # the payload of a message that has been announced is received in any case
         if request.completion.done():
@@ -141,10 +141,10 @@ class MPIP2PEngine:
 
     def _wait_for(self, completion: HostCompletion) -> None:
         # in a finalizer or a signal's handler that makes a call while this thread runs progress
-        outer = self._owner == get_ident()
+        nested = self._owner == get_ident()
         try:
             while not completion.done():
-                if not outer and self._acquire(0.0):
+                if not nested and self._acquire(0.0):
                     self._progress_until_done(completion)
                 else:
                     try:
@@ -152,7 +152,7 @@ class MPIP2PEngine:
                     except OperationTimeoutError:
                         continue  # not done in this tick; a timeout of the operation itself is raised by its caller
         finally:
-            self._give_back(outer)
+            self._give_back(nested)
 
     def _acquire(self, timeout: float) -> bool:
         """Acquire the progress lock, which the calling thread does not hold."""
@@ -161,9 +161,9 @@ class MPIP2PEngine:
         self._owner = get_ident()
         return True
 
-    def _give_back(self, outer: bool) -> None:
-        """Release the progress lock if the calling thread has it, and had it not before (``outer``)."""
-        if not outer and self._progress_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition does
+    def _give_back(self, nested: bool) -> None:
+        """Release the progress lock if the calling thread has it, and had it not before (``nested``)."""
+        if not nested and self._progress_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition does
             self._owner = 0
             self._progress_lock.release()
             self._wake_thread()
@@ -321,12 +321,12 @@ class MPIP2PEngine:
         while time.monotonic() < deadline and matcher.sending() and self._state.error is None:
             time.sleep(0.001)
         # sends that were given up may have ended since the last poll
-        outer = self._owner == get_ident()
+        nested = self._owner == get_ident()
         try:
-            if not matcher.idle and not outer and self._acquire(_TICK_S):
+            if not matcher.idle and not nested and self._acquire(_TICK_S):
                 self._progress_once()
         finally:
-            self._give_back(outer)
+            self._give_back(nested)
 
     def close(self) -> bool:
         """Make all pending operations raise, and end the thread; True if MPI has no request of this group."""

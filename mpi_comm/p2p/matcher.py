@@ -29,12 +29,12 @@ import numpy as np
 from mpi_comm.flat_memory import deliver_bytes
 from mpi_comm.group_communicator import HEADER_TAG, PAYLOAD_TAGS, GroupCommunicator
 from mpi_comm.p2p.requests import ArrivedMessage, PendingRequest, all_done
-from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
+from unicoll.arrays.device_flat import DeviceFlat, DeviceMemory
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call, Context
-from unicoll.backend.message_matcher import MessageMatcher
+from unicoll.backend.host import MessageMatcher
 from unicoll.backend.operation_errors import check_message
-from unicoll.backend.ops import PROBE
+from unicoll.calls.ops import PROBE
 from unicoll.errors import MessageMismatchError
 from unicoll.net.control.wait_graph import MessageState
 
@@ -104,7 +104,7 @@ class RequestMatcher:
 
     def _start(self, request: PendingRequest) -> None:
         with self._lock:
-            outer = self._changing
+            before = self._changing
             if self._in_doubt():
                 raise InterruptedError("a message of another thread was interrupted")
             self._changing = get_ident()
@@ -112,7 +112,7 @@ class RequestMatcher:
                 self._send(request)
             else:
                 self._post(request)
-            self._changing = outer
+            self._changing = before
 
     def _in_doubt(self) -> bool:
         """True if a change of another thread was interrupted; one of this thread is in progress, and calls back."""
@@ -195,7 +195,7 @@ class RequestMatcher:
 
     def _poll(self) -> bool:
         with self._lock:
-            outer = self._changing
+            before = self._changing
             if self._in_doubt():
                 return False
             # An exception of a signal's handler while nothing has come must not leave the messages in doubt.
@@ -208,7 +208,7 @@ class RequestMatcher:
                 progressed |= self._poll_payloads()
             if self._sending or self._given_up:
                 progressed |= self._poll_sends()
-            self._changing = outer
+            self._changing = before
             return progressed
 
     def _poll_payloads(self) -> bool:
@@ -361,7 +361,7 @@ class RequestMatcher:
         A posted receive no longer matches; the array of a send is kept until MPI has sent it.
         """
         with self._lock:
-            outer, self._changing = self._changing, get_ident()
+            before, self._changing = self._changing, get_ident()
             self._matcher.cancel(request)
             if request in self._sending:
                 self._sending.remove(request)
@@ -370,7 +370,7 @@ class RequestMatcher:
                 message.receiver = None  # it is received in any case, and then dropped
             if error is not None:
                 request.completion.finish(error)
-            self._changing = outer
+            self._changing = before
 
     def take_back(self, request: PendingRequest) -> bool:
         """Cancel a receive or probe of which nothing has come; False if something has, or may have."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
-from unicoll.backend.work import HostCompletion
+from unicoll.calls.work import HostCompletion
 
 _NOTHING: Flat = np.empty(0, np.uint8)
 

@@ -14,7 +14,7 @@ from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.backend import Context, Job
 from unicoll.backend.operation_errors import announce
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistBackendError, DistError
-from unicoll.net.received_json import from_store
+from unicoll.net.objects.received_json import from_store
 
 _TOKEN = 16
 _PROCESS = {

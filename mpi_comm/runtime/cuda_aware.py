@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unicoll.net import environment
+from unicoll.process import environment
 
 OVERRIDE = "UNICOLL_MPI_CUDA"
 _KINDS = "mpi_memory_alloc_kinds"

@@ -30,8 +30,8 @@ from mpi_comm.runtime.library import initialize, reason_against
 from mpi_comm.runtime.mpi_thread import MPIThread
 from unicoll.arrays.types import MOVED, default_pg_timeout
 from unicoll.errors import BackendUnavailableError, DistError, OperationTimeoutError
-from unicoll.net import environment, excepthook, fork_safety, logs
-from unicoll.net.timeouts import backoff
+from unicoll.process import environment, excepthook, fork_safety, logs
+from unicoll.process.timeouts import backoff
 
 if TYPE_CHECKING:
     from mpi_comm.backend import MPIBackend

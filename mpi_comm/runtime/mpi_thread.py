@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from unicoll.errors import DistError
-from unicoll.net import logs
+from unicoll.process import logs
 
 log = logs.logger("mpi")
 

@@ -16,7 +16,7 @@ from nccl_comm.library.structs import (
     call_config_struct,
     config_struct,
 )
-from unicoll.backend.options import CallOptions
+from unicoll.calls.options import CallOptions
 from unicoll.device_collectives import bindings
 from unicoll.device_collectives.interface import Config, HandleSlot, Operations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unicoll.arrays.device_runtime import DeviceError
 from unicoll.device_collectives.interface import ResultCode
+from unicoll.devices.device_runtime import DeviceError
 from unicoll.errors import (
     DistArgumentError,
     DistBackendError,

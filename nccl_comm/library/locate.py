@@ -12,11 +12,11 @@ from typing import Any, cast
 from nccl_comm.library.bindings import Bindings
 from nccl_comm.library.rccl import RcclBindings
 from nccl_comm.library.structs import version_text
-from unicoll.arrays import devices
-from unicoll.arrays.cuda import hip_driver
-from unicoll.arrays.shared_library import SharedLibrary, package_folders
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.device_collectives.locate import LibraryLocator
+from unicoll.devices import runtimes
+from unicoll.devices.cuda import hip_driver
+from unicoll.process.shared_library import SharedLibrary, package_folders
 
 VARIABLE = "UNICOLL_NCCL_LIBRARY"
 OLDEST = 21800
@@ -38,7 +38,7 @@ def _wheel_folders() -> Iterator[Path]:
 
 def _rocm_folders() -> Iterator[Path]:
     """Folders with librccl; that of the HIP runtime in use comes first, since RCCL links to it."""
-    runtime = devices.loaded("cuda")
+    runtime = runtimes.loaded("cuda")
     if isinstance(runtime, hip_driver.HipDriver):
         yield runtime.folder
     yield from hip_driver.library_folders()
@@ -62,11 +62,11 @@ def _locator() -> LibraryLocator:
     """That of RCCL on AMD's devices. CUDA is not initialised for it, except on a machine with AMD's kernel driver."""
     if LOCATOR.found is not None:
         return LOCATOR
-    runtime = devices.loaded("cuda")
+    runtime = runtimes.loaded("cuda")
     if runtime is None and hip_driver.is_expected():
-        if devices.reason_against("cuda") is not None:
+        if runtimes.reason_against("cuda") is not None:
             return RCCL_LOCATOR
-        runtime = devices.runtime("cuda")
+        runtime = runtimes.runtime("cuda")
     return RCCL_LOCATOR if runtime is not None and runtime.name == "HIP" else LOCATOR
 
 

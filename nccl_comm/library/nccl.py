@@ -12,7 +12,7 @@ from nccl_comm.transport_report import connecting, settings
 from unicoll.arrays.types import DType, Reduction
 from unicoll.device_collectives.interface import NativeReduction
 from unicoll.device_collectives.reductions import native_reduction
-from unicoll.net import environment
+from unicoll.process import environment
 
 FP8_VERSION = 22400
 """The first version with the 8-bit floating types (2.24)."""

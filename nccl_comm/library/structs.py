@@ -6,7 +6,7 @@ import ctypes
 from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from unicoll.backend.options import CallOptions
+from unicoll.calls.options import CallOptions
 from unicoll.device_collectives.interface import Config
 from unicoll.errors import DistArgumentError
 

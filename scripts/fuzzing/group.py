@@ -33,9 +33,9 @@ from gloo_fallback.transport import exchange, topology
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import BY_NAME, ReduceOp
 from unicoll.backend import Call, Context
-from unicoll.backend.endpoint import Key
+from unicoll.backend.connections.endpoint import Key
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 from unicoll.errors import DistError
 
 from .harness import HANG_SECONDS, Found, Target, chunks

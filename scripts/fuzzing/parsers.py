@@ -9,9 +9,10 @@ import numpy as np
 
 from unicoll.errors import AuthenticationError, DistError, DistNetworkError
 from unicoll.group import object_seals
-from unicoll.net import handshake, handshake_messages, object_codec, object_format, records
-from unicoll.net.secret import Key
+from unicoll.net.objects import object_codec, object_format
 from unicoll.net.stores.protocol import StoreOp
+from unicoll.net.wire import handshake, handshake_messages, records
+from unicoll.net.wire.secret import Key
 
 from .harness import HANG_SECONDS, KEY, Found, Target, chunks, pair, watched
 

@@ -14,14 +14,11 @@ from typing import Any
 from unittest import mock
 
 from unicoll.backend import Call, Context, operation_errors
-from unicoll.backend.endpoint import _Listener
-from unicoll.backend.ops import OPS
+from unicoll.backend.connections.endpoint import _Listener
+from unicoll.calls.ops import OPS
 from unicoll.errors import DistError
-from unicoll.net.authenticated_server import Client, Server
 from unicoll.net.control.client import ControlClient
 from unicoll.net.control.relay import Relay
-from unicoll.net.framed_server import frame, read_frame
-from unicoll.net.secret import Secret
 from unicoll.net.stores import FileStore, TCPStore
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.connections import ConnectionPool
@@ -29,6 +26,9 @@ from unicoll.net.stores.file_log import FIRST_LINE
 from unicoll.net.stores.protocol import MalformedError, Status, StoreOp, pack_reply, pack_request
 from unicoll.net.stores.table import Table
 from unicoll.net.stores.tcp_server import StoreServer, _ClientState
+from unicoll.net.wire.authenticated_server import Client, Server
+from unicoll.net.wire.framed_server import frame, read_frame
+from unicoll.net.wire.secret import Secret
 
 from .harness import KEY, Found, Target, chunks, pair
 

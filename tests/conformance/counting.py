@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from gloo_fallback.backend import GlooBackend
 from unicoll.backend import Backend, Call, Caps, Context, Job
-from unicoll.backend.work import Completion
+from unicoll.calls.work import Completion
 
 __all__ = ["CountingBackend", "backend_class"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from counting import CountingBackend
 
 import unicoll as dist
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 from unicoll.testing.cases import Case, run_cases
 
 COLLECTIVES = sorted(CountingBackend.caps.native - {"send", "recv", "probe"})

@@ -8,8 +8,8 @@ import numpy as np
 
 import unicoll as dist
 from tests.support.worker import rank_and_size
-from unicoll.backend.flight_recorder import ring
-from unicoll.group.recorded_calls import recorded_calls
+from unicoll.calls.flight_recorder import ring
+from unicoll.diagnosis.recorder_contents import recorded_calls
 from unicoll.parallel import GradientBuckets, average_gradients, broadcast_parameters, check_identical
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import unicoll as dist
 from gloo_fallback.backend import GlooBackend
 from unicoll.backend import Backend, Call, Caps, Context
-from unicoll.backend.work import Completion
+from unicoll.calls.work import Completion
 
 __all__ = ["Broadcasts", "Gathers", "Lists", "Messages", "Most", "Posts"]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import unicoll as dist
 from unicoll.backend import Backend, Call, Caps
-from unicoll.backend.work import Completion, HostCompletion
+from unicoll.calls.work import Completion, HostCompletion
 from unicoll.net.stores import Store
 
 

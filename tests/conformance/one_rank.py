@@ -1,4 +1,4 @@
-"""Checks one GPU and NCCL with one rank, using only the protocols of ``unicoll.arrays.device_runtime`` and
+"""Checks one GPU and NCCL with one rank, using only the protocols of ``unicoll.devices.device_runtime`` and
 ``unicoll.device_collectives.interface``.
 
     python tests/conformance/one_rank.py [CHECK...]         on a machine with a GPU; neither CuPy nor torch is needed
@@ -28,11 +28,11 @@ if __name__ == "__main__":
 from nccl_comm.library.errors import IN_PROGRESS
 from nccl_comm.library.nccl import FP8_CAPABILITY, FP8_VERSION
 from nccl_comm.library.structs import UNIQUE_ID_BYTES
-from unicoll.arrays.device_runtime import DeviceRuntime, await_event
-from unicoll.backend.options import CallOptions
+from unicoll.calls.options import CallOptions
 from unicoll.device_collectives import interface
 from unicoll.device_collectives.errors import error_for
 from unicoll.device_collectives.interface import SUCCESS, CollectiveLibrary, Config
+from unicoll.devices.device_runtime import DeviceRuntime, await_event
 from unicoll.errors import DistArgumentError
 
 PATIENCE_S = 60.0
@@ -457,9 +457,9 @@ def run(check: Callable[[Bench], None], cuda: DeviceRuntime, nccl: CollectiveLib
 def main(names: Sequence[str]) -> int:
     """The checks of these names, or all, on this machine's GPU; the exit code is the number of those that failed."""
     from nccl_comm.library import locate
-    from unicoll.arrays import devices
+    from unicoll.devices import runtimes
 
-    cuda, nccl = devices.runtime("cuda"), locate.nccl()
+    cuda, nccl = runtimes.runtime("cuda"), locate.nccl()
     print(json.dumps({"cuda": cuda.description, "nccl": interface.describe(nccl)}), flush=True)
     failed = 0
     for check in [check for check in CHECKS if not names or check.__name__ in names]:

@@ -17,7 +17,7 @@ import unicoll as dist
 from tests.support.outcomes import failure_of
 from tests.support.worker import Failure
 from unicoll.arrays.types import DTYPES
-from unicoll.backend import op_queue
+from unicoll.backend.host import op_queue
 from unicoll.testing import reference
 
 

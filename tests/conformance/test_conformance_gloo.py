@@ -15,7 +15,7 @@ from gloo_fallback.shm.slots import SLOT
 from tests.conformance import huge_jobs
 from tests.support.ranks import run_ranks
 from tests.support.suite import Suite
-from unicoll.backend.ops import OPS, Sizes
+from unicoll.calls.ops import OPS, Sizes
 
 _HUGE = 2_200_000_003
 _NEEDS = 12 << 30

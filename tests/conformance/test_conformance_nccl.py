@@ -14,8 +14,8 @@ from tests.simulated_nccl.ranks import SimulatedJob
 from tests.support.ranks import ProcessJob, sample_seed
 from tests.support.suite import Suite
 from unicoll.arrays.types import BY_NAME
-from unicoll.backend.ops import OPS
-from unicoll.backend.reduce_ops import only_on_host
+from unicoll.calls.ops import OPS
+from unicoll.calls.reduce_ops import only_on_host
 from unicoll.testing.reference import NCCL, reduction_of
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import unicoll as dist
 from tests.support.ranks import ROOT, environment, reserved_port
-from unicoll.net.formatting import backend_text
+from unicoll.process.formatting import backend_text
 
 PROGRAM = str(Path(__file__).with_name("explaining.py"))
 SIZE = 2

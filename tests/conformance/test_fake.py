@@ -15,10 +15,10 @@ from tests.conformance import fake_jobs
 from tests.support.calls import COLLECTIVES, EVERYTHING, arrays, invoke
 from tests.support.ranks import ProcessJob, joined
 from tests.support.worker import leave
-from unicoll.backend import fake
-from unicoll.backend.flight_recorder import ring
-from unicoll.backend.ops import OPS, Arity
-from unicoll.group.recorded_calls import recorded_calls
+from unicoll.backend.host import fake
+from unicoll.calls.flight_recorder import ring
+from unicoll.calls.ops import OPS, Arity
+from unicoll.diagnosis.recorder_contents import recorded_calls
 from unicoll.testing import reference
 
 Join = Callable[[int, int], Any]

@@ -29,7 +29,7 @@ from tests.support.outcomes import CallOutcome, outcome_of
 from tests.support.ranks import Pool, ProcessJob, joined, pools
 from tests.support.suite import Suite
 from unicoll.backend import Caps
-from unicoll.backend.fallbacks import FALLBACKS, available
+from unicoll.backend.host.fallbacks import FALLBACKS, available
 
 MODULE = "tests.conformance.fallback_backends"
 

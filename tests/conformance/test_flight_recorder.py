@@ -18,10 +18,11 @@ from tests.simulated_nccl.ranks import run as run_simulated
 from tests.support.memory import freed
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true, await_word, send_word
-from unicoll.backend import flight_recorder, wait_monitor
-from unicoll.backend.flight_recorder import ring, user_frame
+from unicoll.calls import flight_recorder
+from unicoll.calls.flight_recorder import ring, user_frame
+from unicoll.diagnosis import wait_monitor
+from unicoll.diagnosis.recorder_contents import RecordedCall, recorded_calls
 from unicoll.group import dispatcher
-from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 
 
 def _facts(call: RecordedCall) -> tuple[Any, ...]:

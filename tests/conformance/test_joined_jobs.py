@@ -26,7 +26,7 @@ from tests.support.ranks import ROOT, environment, joined, reserved_port
 from tests.support.worker import send_note
 from unicoll.bootstrap import join as joining
 from unicoll.bootstrap import rendezvous_protocol
-from unicoll.net.formatting import command_to_type
+from unicoll.process.formatting import command_to_type
 
 SECRET = "meeting secret of at least 32 bytes"
 

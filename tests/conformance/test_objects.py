@@ -25,7 +25,7 @@ from unicoll.errors import (
     PickleRefusedError,
 )
 from unicoll.group.object_seals import ObjectSeals
-from unicoll.net import object_codec
+from unicoll.net.objects import object_codec
 
 WAIT = 60  # seconds: a bound on a hang, not an expectation
 

@@ -16,7 +16,7 @@ from tests.support.programs import python
 GPU_TIMEOUT_S = 600
 ASK = """
 from nccl_comm.library import locate
-from unicoll.arrays import devices
+from unicoll.devices import runtimes as devices
 found = locate.find()
 print(devices.reason_against("cuda") or (found if isinstance(found, str) else ""))
 """

@@ -16,8 +16,8 @@ from gloo_fallback.backend import GlooBackend
 from tests.conformance.property_jobs import Program, Step, reduce_twice, run_programs
 from tests.support.ranks import Pool, sample_seed
 from unicoll.arrays.types import BY_NAME, DTYPES, ReduceOp
-from unicoll.backend.ops import OPS
-from unicoll.backend.reduce_ops import supported_reductions
+from unicoll.calls.ops import OPS
+from unicoll.calls.reduce_ops import supported_reductions
 from unicoll.testing.cases import Case
 from unicoll.testing.conformance import COLLECTIVES, has
 

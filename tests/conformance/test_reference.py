@@ -14,7 +14,7 @@ from tests.simulated_nccl import reductions
 from tests.simulated_nccl.reductions import Signature
 from unicoll.arrays.kernels import kernel_for, quiet_runner
 from unicoll.arrays.types import BY_NAME, DTYPES
-from unicoll.backend.reduce_ops import supported_reductions
+from unicoll.calls.reduce_ops import supported_reductions
 from unicoll.device_collectives.reductions import factor_bytes
 from unicoll.testing.conformance import has
 from unicoll.testing.reference import (

@@ -20,7 +20,7 @@ from tests.simulated_nccl.ranks import Settings, SimulatedJob, run
 from tests.support.calls import COALESCED, COLLECTIVES, OBJECTS, invoke
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Pool, ProcessJob, pools
-from unicoll.backend.options import as_call_options
+from unicoll.calls.options import as_call_options
 
 Pools = Callable[[int], Pool]
 

@@ -24,8 +24,8 @@ import unicoll as dist
 from tests.conformance.p2p_jobs import must
 from tests.support.interrupts import Interrupt, Point, Points, describe
 from tests.support.order import await_true
-from unicoll.backend.thread_activity import entries
-from unicoll.backend.work import HostCompletion
+from unicoll.calls.thread_activity import entries
+from unicoll.calls.work import HostCompletion
 
 Step = tuple[Callable[[], Any], Callable[[], None]]
 """A call, and the check of its result."""

@@ -22,7 +22,7 @@ RANKS = 3
 LEFT = "has left the job: its program ended"
 LOCKED = """
 import threading
-from unicoll.backend.work import Completion, Work
+from unicoll.calls.work import Completion, Work
 class Locked(Completion):
     def __init__(self):
         self.lock = threading.Lock()

@@ -31,9 +31,9 @@ from tests.support.outcomes import failures_of, leave_cleanly, values_of
 from tests.support.ports import listening_ports
 from tests.support.ranks import Outcome, ProcessJob, end_cleanly, joined
 from tests.support.worker import end
-from unicoll.backend.endpoint import Endpoint
+from unicoll.backend.connections.endpoint import Endpoint
 from unicoll.errors import DistError
-from unicoll.net import handshake
+from unicoll.net.wire import handshake
 
 turn = 1 if os.environ.get("UNICOLL_TRANSPORT") else 0  # see :mod:`sampling`
 OURS = socket.gethostname()

@@ -22,12 +22,12 @@ from gloo_fallback.shm.segment import create_offer, has_strong_ordering
 from tests.support.ranks import ROOT, sample_seed
 from unicoll.arrays.types import BY_NAME
 from unicoll.errors import DistError, DistStoreError, RankLostError
-from unicoll.net.channel import authenticate
 from unicoll.net.control.group_failures import unpack_error
 from unicoll.net.control.relay import Relay
-from unicoll.net.framed_server import frame, handshake_address, read_frame
 from unicoll.net.stores import HashStore
 from unicoll.net.stores.protocol import Status, pack_reply
+from unicoll.net.wire.channel import authenticate
+from unicoll.net.wire.framed_server import frame, handshake_address, read_frame
 
 sys.path.append(str(ROOT / "scripts"))
 fuzz: Any = importlib.import_module("fuzz")

@@ -26,10 +26,10 @@ from tests.support.ranks import Pool
 from tests.support.worker import Failure
 from unicoll import ReduceOp
 from unicoll.arrays.types import DTYPES
-from unicoll.backend.call import Call
 from unicoll.backend.operation_errors import only_different
-from unicoll.backend.ops import OPS
-from unicoll.backend.validation import sign
+from unicoll.calls.call import Call
+from unicoll.calls.ops import OPS
+from unicoll.calls.validation import sign
 
 PREMUL_SUM = ReduceOp.PREMUL_SUM
 

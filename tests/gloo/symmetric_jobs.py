@@ -9,9 +9,9 @@ import numpy as np
 
 import unicoll as dist
 from gloo_fallback.algorithms import peer_memory
-from gloo_fallback.shm.peer_memory import is_readable
+from gloo_fallback.shm.process_memory import is_readable
 from gloo_fallback.transport.selection import OPERATIONS as ALGORITHMS
-from unicoll.backend.ops import OPS, Arity, Sizes
+from unicoll.calls.ops import OPS, Arity, Sizes
 from unicoll.testing import reference
 
 Array = Any

@@ -72,7 +72,7 @@ ALGORITHMS = {
     "messages large": Algorithm("gloo_fallback.p2p.receiver", MESSAGES, LARGE, 2, env=TCP),
     "topology": Algorithm("gloo_fallback.transport.topology", ("first collective",)),
     "topology of hosts": Algorithm("gloo_fallback.transport.topology", ("first collective",), env=HOSTS),
-    "allocation": Algorithm("gloo_fallback.shm.symmetric", ("symmetric_empty",)),
+    "allocation": Algorithm("gloo_fallback.shm.symmetric_segments", ("symmetric_empty",)),
 }
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 

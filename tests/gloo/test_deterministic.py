@@ -15,7 +15,7 @@ import pytest
 import unicoll as dist
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_ranks
-from unicoll.backend.options import as_options
+from unicoll.calls.options import as_options
 
 COUNTS = (37, 20_011, 150_011)
 DTYPES = ("float16", "float32", "float64", "complex64")

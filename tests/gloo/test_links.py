@@ -19,13 +19,13 @@ import pytest
 from gloo_fallback.backend import GlooBackend
 from gloo_fallback.transport.connections import GroupConnections
 from unicoll.backend import Call, Context, operation_errors
-from unicoll.backend.endpoint import Endpoint, _Addresses
+from unicoll.backend.connections.endpoint import Endpoint, _Addresses
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 from unicoll.errors import OperationTimeoutError, RankLostError
-from unicoll.net.channel import Channel, Connection, records_for
-from unicoll.net.interrupts import Changes
-from unicoll.net.links import Address, links, unacknowledged
+from unicoll.net.wire.channel import Channel, Connection, records_for
+from unicoll.net.wire.links import Address, links, unacknowledged
+from unicoll.process.interrupts import Changes
 
 LAN0, LAN1, LAN2 = "10.77.0", "10.78.0", "10.79.0"
 TIMEOUT = 0.4

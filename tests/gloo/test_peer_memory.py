@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import unicoll as dist
-from gloo_fallback.shm import peer_memory
-from gloo_fallback.shm.peer_memory import PeerArray
+from gloo_fallback.shm import process_memory
+from gloo_fallback.shm.process_memory import PeerArray
 from tests.gloo.symmetric_jobs import read_from
 from tests.support.on_ranks import on_ranks
 from unicoll.arrays.conversion import as_buffer
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 
 _READS: list[int] = []
 """Bytes of each array that was copied from another process."""
@@ -84,7 +84,7 @@ def test_the_setting(env: dict[str, str]) -> None:
 def test_all_ranks_use_the_slots_where_one_reads_slowly(fast: tuple[bool, bool]) -> None:
     """Except in a scatter, in which the root alone would copy."""
     rank, half = dist.get_rank(), 16 << 20
-    peer_memory._reads_are_fast = fast[rank]  # as if measured before
+    process_memory._reads_are_fast = fast[rank]  # as if measured before
     assert _bytes_read(2 * half) == (half if all(fast) else 0)
     out = np.empty(half, np.uint8)
     parts = [np.full(half, r, np.uint8) for r in range(2)] if rank == 0 else None
@@ -106,15 +106,15 @@ def _new_group_reads() -> bool:
 @on_ranks(2, env={})
 def test_a_process_measures_once() -> None:
     """The result is a property of the processor and the system; here it may be either."""
-    copy = peer_memory._copy
+    copy = process_memory._copy
 
     def without_samples(pid: int, source: int, target: int, nbytes: int) -> None:
-        assert nbytes != peer_memory._SAMPLE, "measured again"
+        assert nbytes != process_memory._SAMPLE, "measured again"
         copy(pid, source, target, nbytes)
 
     dist.barrier()
-    measured = peer_memory._reads_are_fast
-    peer_memory._copy = without_samples
+    measured = process_memory._reads_are_fast
+    process_memory._copy = without_samples
     reads = _new_group_reads()
     assert measured is not None
     assert measured or not reads
@@ -123,30 +123,30 @@ def test_a_process_measures_once() -> None:
 @on_ranks(2, env={})
 def test_a_read_that_fails_while_it_is_timed_is_not_raised() -> None:
     """As if the other rank had ended: that is named by the step that follows."""
-    copy, rank = peer_memory._copy, dist.get_rank()
+    copy, rank = process_memory._copy, dist.get_rank()
 
     def failing(pid: int, source: int, target: int, nbytes: int) -> None:
-        if nbytes == peer_memory._SAMPLE:
+        if nbytes == process_memory._SAMPLE:
             raise ProcessLookupError(3, "No such process")
         copy(pid, source, target, nbytes)
 
     dist.barrier()
-    peer_memory._reads_are_fast = None if rank else True
+    process_memory._reads_are_fast = None if rank else True
     if rank:
-        peer_memory._copy = failing
+        process_memory._copy = failing
     assert not _new_group_reads()
-    assert peer_memory._reads_are_fast is (None if rank else True)
+    assert process_memory._reads_are_fast is (None if rank else True)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 @on_ranks(2, env={})
 def test_a_system_that_forbids_it(odd: int) -> None:
     def refused(*args: Any) -> int:
-        peer_memory.ctypes.set_errno(1)
+        process_memory.ctypes.set_errno(1)
         return -1
 
     if dist.get_rank() == odd:
-        peer_memory._read = refused
+        process_memory._read = refused
     dist.barrier()
     read_from(1)
     assert _bytes_read(6 << 20) == 0
@@ -175,9 +175,9 @@ def test_files_and_shared_mappings() -> None:
 
 def test_memory_that_is_not_mapped_is_not_readable() -> None:
     array = np.zeros(8, np.uint8)
-    assert peer_memory.is_readable(array)
-    assert peer_memory.is_readable(array[:0])
-    assert not peer_memory.is_readable(np.lib.stride_tricks.as_strided(array, (1 << 46,), (1,)))
+    assert process_memory.is_readable(array)
+    assert process_memory.is_readable(array[:0])
+    assert not process_memory.is_readable(np.lib.stride_tricks.as_strided(array, (1 << 46,), (1,)))
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tests.support.ranks import ProcessJob, joined
 from tests.support.worker import enter
 from unicoll.backend import Call, Context
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 from unicoll.errors import GroupAbortedError
 from unicoll.net.stores.hash import HashStore
 from unicoll.testing.cases import Case, run_cases

@@ -10,7 +10,7 @@ import pytest
 import unicoll as dist
 from tests.support.ranks import ProcessJob, run_ranks
 from tests.support.worker import enter
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 from unicoll.testing.cases import Case, run_cases
 
 

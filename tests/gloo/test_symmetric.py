@@ -21,7 +21,7 @@ from tests.gloo.symmetric_jobs import OPERATIONS, TAKEN, equal_results, watch
 from tests.support.memory import mapped_bytes, memory_files
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Pool, joined, run_ranks
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 
 Pools = Callable[[int], Pool]
 

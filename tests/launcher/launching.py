@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unicoll.net.formatting import ranks_text
+from unicoll.process.formatting import ranks_text
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 180.0

@@ -14,8 +14,8 @@ import pytest
 from tests.launcher.launching import BOUND, LaunchFolder, environment, with_late_ranks
 from unicoll import errors
 from unicoll.__main__ import VERBS
-from unicoll.net import excepthook
-from unicoll.net.formatting import ranks_text, shortened
+from unicoll.process import excepthook
+from unicoll.process.formatting import ranks_text, shortened
 from unicoll.run.tracebacks import Tracebacks
 
 FOLDED = "  ... inside unicoll (UNICOLL_DEBUG=DETAIL shows these frames)"

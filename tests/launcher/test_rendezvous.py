@@ -39,10 +39,10 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.group import backend_choice
-from unicoll.net import join_warnings
-from unicoll.net.secret import Key, Secret
+from unicoll.net.control import join_warnings
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unicoll.net.stores.base import Value
+from unicoll.net.wire.secret import Key, Secret
 
 SECRET = {"UNICOLL_SECRET": "a secret of the tests, long enough"}
 OTHER_SECRET = {"UNICOLL_SECRET": "quite another one, long enough too"}
@@ -740,7 +740,7 @@ def test_ranks_that_do_not_come_are_named_with_the_address(
 
 
 def test_rank_0_names_the_open_files_that_it_needs(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unicoll.net.interfaces.resource.getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr("unicoll.net.wire.interfaces.resource.getrlimit", lambda _: (64, 64))
     expected = r"rank 0 of 100 ranks needs \d+ open files in process \d+; its limit is 64 \(ulimit -n\)"
     for store in (None, HashStore()):
         place = f"tcp://127.0.0.1:{port}" if store is None else None

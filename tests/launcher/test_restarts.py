@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launching import LaunchFolder, all_gone, counters, wait_until
-from unicoll.net.formatting import command_to_type
+from unicoll.process.formatting import command_to_type
 from unicoll.run.workers import _bound_to
 
 FAILS = """

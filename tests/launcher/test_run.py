@@ -33,8 +33,8 @@ from tests.launcher.launching import (
     environment,
     wait_until,
 )
-from unicoll.net.formatting import command_to_type
-from unicoll.net.signal_handlers import is_caught
+from unicoll.process.formatting import command_to_type
+from unicoll.process.signal_handlers import is_caught
 from unicoll.run.dump_directory import remove_old_dumps
 from unicoll.run.failure import root_cause
 from unicoll.run.output import Lines
@@ -161,7 +161,7 @@ def test_workers_reach_the_store_and_learn_how_a_rank_ended(folder: LaunchFolder
     script = folder.script(
         """
         import json, os, signal
-        from unicoll.net.secret import find_secret
+        from unicoll.net.wire.secret import find_secret
         from unicoll.net.stores import TCPStore
         host, _, port = os.environ["UNICOLL_STORE"].rpartition(":")
         store = TCPStore(host, int(port), is_master=False, secret=find_secret())

@@ -76,8 +76,8 @@ def wait_for_file(rank: int, path: str) -> None:
 
 
 def count_in_store(rank: int) -> None:
-    from unicoll.net.secret import find_secret
     from unicoll.net.stores import TCPStore
+    from unicoll.net.wire.secret import find_secret
 
     host, _, port = os.environ["UNICOLL_STORE"].rpartition(":")
     store = TCPStore(host, int(port), is_master=False, secret=find_secret())

@@ -19,8 +19,9 @@ from tests.nccl import staged
 from tests.simulated_nccl import arrays, ranks
 from tests.support import worker
 from tests.support.outcomes import CallOutcome, outcome_of
-from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
-from unicoll.arrays.device_runtime import DeviceError
+from unicoll.arrays.device_flat import DeviceFlat
+from unicoll.devices.device_runtime import DeviceError
+from unicoll.staging.device_memory import CallMemory
 from unicoll.staging.device_pointers import DirectCalls
 
 STAGED = 20_000
@@ -89,12 +90,12 @@ def _without_producers(self: DirectCalls, call: Any, device: int, event: int, de
     self._copier.release((), device, (event,))
 
 
-_copy = DeviceMemory.copy
+_copy = CallMemory.copy
 _during_copies = ExitStack()
 """Holds the device from the first copy without a wait to the end of the operation."""
 
 
-def _without_waiting(self: DeviceMemory, pairs: Any) -> None:
+def _without_waiting(self: CallMemory, pairs: Any) -> None:
     """Pass the pointer to MPI without waiting for the copies, which begin when the operation has ended."""
     _during_copies.enter_context(ranks.simulation().hold())
     self._copier.wait = lambda *args: None  # type: ignore[method-assign]
@@ -106,7 +107,7 @@ def _without_waiting(self: DeviceMemory, pairs: Any) -> None:
 
 _MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "producers": (DirectCalls, "await_producers", _without_producers),
-    "copies": (DeviceMemory, "copy", _without_waiting),
+    "copies": (CallMemory, "copy", _without_waiting),
 }
 
 
@@ -315,7 +316,7 @@ def room(times: int) -> list[int]:
 def device_fails(who: int) -> CallOutcome:
     """The device of one rank fails while arrays are packed during an operation."""
     if dist.get_rank() == who:
-        DeviceMemory.copy = _fail  # type: ignore[method-assign]
+        CallMemory.copy = _fail  # type: ignore[method-assign]
     given = [arrays.full(100, 1.0) for _ in range(dist.get_world_size())]
     out = arrays.full(100, 0.0)
     work = dist.reduce_scatter(
@@ -324,7 +325,7 @@ def device_fails(who: int) -> CallOutcome:
     return outcome_of(lambda: work.wait(timeout=20))
 
 
-def _fail(self: DeviceMemory, pairs: Any) -> None:
+def _fail(self: CallMemory, pairs: Any) -> None:
     raise DeviceError("cudaErrorECCUncorrectable: the device has had enough")
 
 

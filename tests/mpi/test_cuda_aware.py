@@ -11,7 +11,7 @@ from mpi_comm.backend import _allows_addresses
 from mpi_comm.runtime.cuda_aware import OVERRIDE, CudaAwareness, detect, group_awareness
 from tests.simulated_nccl.cuda import SimulatedCuda, Simulation
 from tests.simulated_nccl.rccl import SimulatedHip
-from unicoll.arrays import devices
+from unicoll.devices import runtimes
 from unicoll.errors import DistArgumentError
 
 
@@ -187,9 +187,9 @@ def test_mpi_gets_addresses_of_amds_devices_only_if_the_user_says_so(
     if setting is not None:
         monkeypatch.setenv(OVERRIDE, setting)
     simulation = Simulation(runtime=runtime)
-    devices.install("cuda", simulation.cuda)
+    runtimes.install("cuda", simulation.cuda)
     try:
         assert _allows_addresses() is allowed
     finally:
-        devices.install("cuda", None)
+        runtimes.install("cuda", None)
         simulation.close()

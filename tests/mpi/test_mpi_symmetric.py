@@ -27,7 +27,7 @@ from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
 from tests.mpi.victims import check_victim_is_named
 from tests.support.ranks import Pool, pools
 from tests.support.worker import enter
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

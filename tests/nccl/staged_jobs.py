@@ -8,7 +8,7 @@ import numpy as np
 
 import unicoll as dist
 from tests.simulated_nccl import arrays
-from unicoll.group.recorded_calls import recorded_calls
+from unicoll.diagnosis.recorder_contents import recorded_calls
 
 
 def mixed_kinds(rounds: int) -> bool:

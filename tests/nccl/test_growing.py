@@ -15,7 +15,7 @@ from tests.simulated_nccl.ranks import run
 from tests.support.on_ranks import on_ranks
 from unicoll.api import world
 from unicoll.device_collectives.communicators.unique_id import roots
-from unicoll.net import environment
+from unicoll.process import environment
 
 RANKS_PER_ROOT = "UNICOLL_NCCL_RANKS_PER_ROOT"
 

@@ -29,16 +29,16 @@ from tests.support.programs import python
 from tests.unit.c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
 from tests.unit.declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
 from unicoll import errors as tree
-from unicoll.arrays import devices
-from unicoll.arrays.cuda import hip_driver
-from unicoll.arrays.device_runtime import DeviceError
 from unicoll.arrays.types import BY_NAME, Reduction
-from unicoll.backend.options import CallOptions
 from unicoll.bootstrap import environment_report
+from unicoll.calls.options import CallOptions
 from unicoll.device_collectives import bindings as common
 from unicoll.device_collectives import interface
 from unicoll.device_collectives import locate as common_locate
 from unicoll.device_collectives.errors import error_for
+from unicoll.devices import runtimes
+from unicoll.devices.cuda import hip_driver
+from unicoll.devices.device_runtime import DeviceError
 
 DECLARED = parse(NCCL)
 NAMES = {
@@ -455,11 +455,11 @@ class TestFinding:
         assert locate.nccl() is nccl
         assert interface.describe(locate.nccl()) == "NCCL 2.32.3 (/stand-in/libnccl.so.2)"
         simulation = Simulation()
-        devices.install("cuda", simulation.cuda)
+        runtimes.install("cuda", simulation.cuda)
         try:
             said = environment_report.lines({})
         finally:
-            devices.install("cuda", None)
+            runtimes.install("cuda", None)
             simulation.close()
         assert "backend 'nccl': available: NCCL 2.32.3 (/stand-in/libnccl.so.2)" in said
         assert "simulated CUDA: 1 device" in said
@@ -500,7 +500,7 @@ class TestFinding:
     def test_rccl_is_the_library_of_amds_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It has NCCL's functions and versions; its 8-bit types have the format of the device."""
         simulation = Simulation(runtime=SimulatedHip)
-        devices.install("cuda", simulation.cuda)
+        runtimes.install("cuda", simulation.cuda)
         try:
             monkeypatch.setattr(RCCL_LOCATOR.file, "candidates", lambda: iter(["/stand-in/librccl.so.1"]))
             monkeypatch.setattr(common_locate.ctypes, "CDLL", lambda path: stand_in(22703))
@@ -515,7 +515,7 @@ class TestFinding:
             assert "RCCL 2.17.3 (/stand-in/librccl.so.1) is too old: 2.18.0" in str(locate.find())
         finally:
             locate.install(None)
-            devices.install("cuda", None)
+            runtimes.install("cuda", None)
             simulation.close()
 
     def test_the_search_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -704,7 +704,7 @@ def test_the_real_library_returns_an_error_without_a_gpu() -> None:
 @with_library
 def test_the_real_library_reads_the_options_of_a_call() -> None:
     out = ask(
-        "from nccl_comm.library import bindings, structs\nfrom unicoll.backend.options import CallOptions\n"
+        "from nccl_comm.library import bindings, structs\nfrom unicoll.calls.options import CallOptions\n"
         "if not nccl.has('with_options'):\n    print('it is older than 2.31')\n    raise SystemExit\n"
         "def tell(**wrong):\n"
         "    told = structs.call_config_struct(CallOptions(max_ctas=4, algorithm='ring'), nccl.version)\n"

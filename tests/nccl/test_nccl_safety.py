@@ -34,14 +34,14 @@ from tests.support.order import await_true
 from tests.support.ranks import Pool, joined, pools
 from tests.support.worker import end
 from unicoll.api import world
-from unicoll.arrays.device_runtime import PER_THREAD_STREAM, DeviceRuntime
 from unicoll.backend import Call
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.ops import OPS
-from unicoll.device_collectives import supervision
+from unicoll.calls.ops import OPS
+from unicoll.device_collectives import failure_detection
 from unicoll.device_collectives.communicators import agreement, communicator
 from unicoll.device_collectives.in_flight import InFlight, PendingWork
-from unicoll.device_collectives.watchdog import Watchdog
+from unicoll.device_collectives.watchdog_thread import WatchdogThread
+from unicoll.devices.device_runtime import PER_THREAD_STREAM, DeviceRuntime
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,10 @@ def test_the_default_stream_of_another_thread_is_another_stream() -> None:
 def _await_release(backend: NCCLBackend) -> None:
     """Wait until the watchdog has removed the operations that have ended, and their arrays have been dropped."""
     await_true(lambda: not backend.resources.in_flight.operations)
-    watchdog, marker = backend.supervision.watchdog, [""]
+    watchdog, marker = backend.detection.watchdog, [""]
     assert watchdog is not None
-    watchdog.unwatch(backend.supervision)  # it waits for the end of a sweep
-    watchdog.watch(backend.supervision)
+    watchdog.unwatch(backend.detection)  # it waits for the end of a sweep
+    watchdog.watch(backend.detection)
     watchdog.drop(marker)
     await_true(lambda: not marker)
 
@@ -180,7 +180,7 @@ def test_a_strided_array_of_another_library_is_packed_by_cupy(backend: str) -> N
 def test_an_operation_that_has_ended_is_never_late() -> None:
     """A sweep after its deadline, behind one that has not ended, does not fail the group."""
     connect()
-    supervision = backend_of().supervision
+    detection = backend_of().detection
     first, second = arrays.Stream(), arrays.Stream()
     with first:
         finish = busy(first.ptr)
@@ -188,10 +188,10 @@ def test_an_operation_that_has_ended_is_never_late() -> None:
     with second:
         dist.all_reduce(arrays.empty(0), timeout=30)
         second.synchronize()
-    assert supervision.watchdog is not None
-    supervision.watchdog.unwatch(supervision)  # this thread sweeps in its place
-    supervision.sweep(time.monotonic() + 31.0)
-    supervision.watchdog.watch(supervision)
+    assert detection.watchdog is not None
+    detection.watchdog.unwatch(detection)  # this thread sweeps in its place
+    detection.sweep(time.monotonic() + 31.0)
+    detection.watchdog.watch(detection)
     assert backend_of()._state.error is None
     finish()
     ranks.simulation().synchronize()
@@ -503,7 +503,7 @@ def a_thread_in_nccl() -> list[str]:
             said = error_of(lambda: dist.all_reduce(arrays.full(2, 1.0), timeout=1))
             log.append(said.partition(":")[0])
             del ranks.nccl().all_reduce
-            backend_of().supervision.await_abort()
+            backend_of().detection.await_abort()
         if "comm_revoke" in log:
             dist.destroy_process_group()
     return log
@@ -527,7 +527,7 @@ def test_a_thread_leaves_nccl_before_the_communicator_is_aborted(version: int, e
 def test_a_destroyed_group_waits_for_its_operations() -> None:
     """For one behind a kernel that ends once the group's destruction has warned."""
     connect()
-    supervision._WARNING_S = 0.05
+    failure_detection._WARNING_S = 0.05
     x = arrays.full(2, 1.0 + dist.get_rank())
     finish = busy(arrays.current_stream())
     dist.all_reduce(x)
@@ -620,7 +620,7 @@ def stopped_behind_a_kernel(ends_before: bool) -> list[str]:
     The kernel ends before the group is destroyed, or afterwards.
     """
     connect()
-    communicator.END_S = supervision.END_S = 0.2
+    communicator.END_S = failure_detection.END_S = 0.2
     comm = backend_of().resources.comm
     calls: list[str] = []
 
@@ -639,7 +639,7 @@ def stopped_behind_a_kernel(ends_before: bool) -> list[str]:
         finish()
         await_true(lambda: "comm_revoke ends" in calls)
         await_true(comm._returned.is_set)
-        communicator.END_S = supervision.END_S = 120.0
+        communicator.END_S = failure_detection.END_S = 120.0
         if ends_before:
             dist.destroy_process_group()
     return sorted(calls)
@@ -662,7 +662,7 @@ def test_nothing_is_called_while_nccl_has_not_stopped(ends_before: bool) -> None
 def ended_with_a_graph(exiting: bool) -> list[str]:
     """The log when a job ends while a graph that has recorded an operation exists."""
     connect()
-    communicator.END_S = supervision.END_S = 0.2
+    communicator.END_S = failure_detection.END_S = 0.2
     sim = ranks.simulation()
     stream = arrays.Stream()
     with stream, sim.capture(stream.ptr) as graphs:
@@ -705,18 +705,18 @@ def test_the_watchdog_does_not_free_memory() -> None:
 def test_a_call_that_the_watchdog_has_seen_in_nccl_is_not_kept() -> None:
     """Its arrays are freed, with no later sweep."""
     connect()
-    supervision = backend_of().supervision
-    assert supervision.watchdog is not None
-    supervision.watchdog.unwatch(supervision)
+    detection = backend_of().detection
+    assert detection.watchdog is not None
+    detection.watchdog.unwatch(detection)
     x = arrays.full(8, 1.0)
     reference = weakref.ref(x)
-    with calling("all_reduce", lambda *arguments: supervision.sweep(time.monotonic())):
+    with calling("all_reduce", lambda *arguments: detection.sweep(time.monotonic())):
         dist.all_reduce(x)
     ranks.simulation().synchronize()
     del x
     gc.collect()
     assert reference() is None
-    supervision.watchdog.watch(supervision)
+    detection.watchdog.watch(detection)
 
 
 # --- the watchdog and finished operations ----------------------------------------------------------------------------
@@ -744,8 +744,8 @@ class _Slow:
         return False
 
 
-def _watchdog(ignore_captures: Callable[[], None]) -> Watchdog:
-    return Watchdog("nccl", cast(DeviceRuntime, SimpleNamespace(ignore_captures=ignore_captures)))
+def _watchdog(ignore_captures: Callable[[], None]) -> WatchdogThread:
+    return WatchdogThread("nccl", cast(DeviceRuntime, SimpleNamespace(ignore_captures=ignore_captures)))
 
 
 @pytest.mark.parametrize("where", ["a group", "the thread"])
@@ -772,7 +772,7 @@ def watchdog_fails() -> str:
         def fail(resources: Any, now: float) -> None:
             raise OSError("injected")
 
-        backend.supervision._check_communicator = fail  # type: ignore[method-assign]
+        backend.detection._check_communicator = fail  # type: ignore[method-assign]
     await_true(lambda: backend._state.error is not None)
     return error_of(lambda: dist.all_reduce(arrays.full(2, 1.0)))
 

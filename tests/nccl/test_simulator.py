@@ -19,9 +19,9 @@ from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.nccl import SimulatedNccl
 from tests.simulated_nccl.ranks import run
 from tests.support.order import await_true
-from unicoll.arrays import devices
-from unicoll.arrays.device_runtime import DeviceError
 from unicoll.device_collectives.interface import DATA_TYPES, SUM, Config
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import DeviceError
 
 F64 = DATA_TYPES["float64"]
 
@@ -266,7 +266,7 @@ def test_a_mesh_selects_the_device_of_the_local_rank(
     """If the thread has none. With one visible device it is that one; with too few, none is selected."""
     sim = Simulation(count)
     sim.cuda.set_device(before)
-    monkeypatch.setitem(devices._installed, "cuda", sim.cuda)
+    monkeypatch.setitem(runtimes._installed, "cuda", sim.cuda)
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
     dist.init_process_group("gloo")

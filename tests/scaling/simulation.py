@@ -34,9 +34,9 @@ from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.arrays.types import BY_NAME, DType, ReduceOp
 from unicoll.backend import Context
-from unicoll.backend.call import Call
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.ops import OPS, Arity, Sizes
+from unicoll.calls.call import Call
+from unicoll.calls.ops import OPS, Arity, Sizes
 
 __all__ = [
     "BUFFER",

@@ -21,7 +21,7 @@ from gloo_fallback.transport.selection import OPERATIONS
 from tests.scaling.simulation import BUFFER, ROOTED, WHOLE, Case, Trace, Turn, replay, run, tallying, watch
 from tests.support.ranks import run_ranks
 from unicoll.arrays.types import BY_NAME, COMPRESSED, COMPRESSIONS
-from unicoll.backend.ops import OPS as TABLE
+from unicoll.calls.ops import OPS as TABLE
 from unicoll.trace import summary
 
 OPS = tuple(name for name in OPERATIONS if not TABLE[name].joined)

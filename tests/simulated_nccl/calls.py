@@ -17,8 +17,8 @@ from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.network import Network
 from tests.simulated_nccl.rendezvous import RendezvousServer
 from tests.simulated_nccl.thread_rules import ActiveCalls, Kind
-from unicoll.arrays.device_runtime import DeviceError
 from unicoll.device_collectives.interface import SUCCESS
+from unicoll.devices.device_runtime import DeviceError
 
 __all__ = ["SET_UP_BY_WINDOWS", "Calls", "Refused", "Slot", "function"]
 

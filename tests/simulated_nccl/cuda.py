@@ -1,7 +1,7 @@
 """A CUDA device for tests on machines without one; its streams run late.
 
     simulation = Simulation(devices=1, policy="newest")
-    unicoll.arrays.devices.install("cuda", simulation.cuda)
+    unicoll.devices.runtimes.install("cuda", simulation.cuda)
     ...
     simulation.close()
 
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from tests.simulated_nccl.graphs import Capture, Graph
 from tests.simulated_nccl.memory import Memory, Pool
 from tests.simulated_nccl.streams import Op, Scheduler, Stream
-from unicoll.arrays.device_runtime import DeviceError, DeviceFacts, DeviceRuntime
+from unicoll.devices.device_runtime import DeviceError, DeviceFacts, DeviceRuntime
 
 __all__ = ["Simulation", "SimulatedCuda"]
 
@@ -59,7 +59,7 @@ class Simulation:
         runtime: the class of :attr:`cuda`; :class:`SimulatedCuda` by default.
 
     Attributes:
-        cuda: for :func:`unicoll.arrays.devices.install`.
+        cuda: for :func:`unicoll.devices.runtimes.install`.
         scheduler, memory, pool: streams and memory.
     """
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 from tests.simulated_nccl.streams import Op, Scheduler, Stream
-from unicoll.arrays.device_runtime import DeviceError
+from unicoll.devices.device_runtime import DeviceError
 
 __all__ = ["Capture", "Graph"]
 

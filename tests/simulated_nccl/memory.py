@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tests.simulated_nccl.streams import Clock, Op, Scheduler, Stream, merge
-from unicoll.arrays.device_runtime import DeviceError
+from unicoll.devices.device_runtime import DeviceError
 
 __all__ = ["Block", "Memory", "Pool"]
 

@@ -17,7 +17,7 @@ from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.reductions import NAMES, PREMUL_SUM, REDUCING, Signature, element
 from tests.simulated_nccl.streams import Range, Stream
 from tests.simulated_nccl.thread_rules import ActiveCalls, Kind
-from unicoll.backend.options import CallOptions
+from unicoll.calls.options import CallOptions
 from unicoll.device_collectives import interface
 from unicoll.device_collectives.interface import AVG, SUCCESS
 

@@ -25,7 +25,7 @@ from tests.simulated_nccl.oneccl import SimulatedOneCCL, SimulatedXpu
 from tests.simulated_nccl.rccl import SimulatedHip, SimulatedRccl
 from tests.support import worker
 from tests.support.ranks import ProcessJob, joined
-from unicoll.arrays import devices
+from unicoll.devices import runtimes
 from unicoll.testing import cases
 
 __all__ = ["Settings", "SimulatedJob", "install", "nccl", "run", "simulation", "uninstall"]
@@ -56,7 +56,7 @@ class Settings:
     version: int = 23007
     capabilities: tuple[tuple[int, int], ...] = ()
     prompt: bool = False
-    devices: str = "own"
+    runtimes: str = "own"
     own_stream: bool = False
     backend: str | None = "cpu:gloo,cuda:nccl"
     using: tuple[tuple[str, Any], ...] = ()
@@ -107,7 +107,7 @@ def install(settings: Settings, rank: int, size: int) -> None:
     if settings.devices == "own":
         made.cuda.set_device(rank)
     library = library_class(made, settings.version, settings.prompt)
-    devices.install(made.cuda.device_type, made.cuda)
+    runtimes.install(made.cuda.device_type, made.cuda)
     _locate(made).install(library)
     arrays.use(made)
     if settings.own_stream:
@@ -135,7 +135,7 @@ def uninstall() -> None:
     _kept.clear()
     arrays.use(None)
     _locate(made).install(None)
-    devices.install(made.cuda.device_type, None)
+    runtimes.install(made.cuda.device_type, None)
     library.close()
     made.close()
 

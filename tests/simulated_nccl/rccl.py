@@ -5,7 +5,7 @@ from __future__ import annotations
 from nccl_comm.library.rccl import RcclFacts
 from tests.simulated_nccl.cuda import SimulatedCuda
 from tests.simulated_nccl.nccl import SimulatedNccl
-from unicoll.arrays.cuda.hip_driver import HipDriver
+from unicoll.devices.cuda.hip_driver import HipDriver
 
 
 class SimulatedHip(SimulatedCuda):

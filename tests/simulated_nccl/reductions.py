@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from unicoll.arrays.types import BY_NAME
-from unicoll.backend.options import CallOptions
+from unicoll.calls.options import CallOptions
 from unicoll.device_collectives import interface
 
 __all__ = ["NAMES", "REDUCING", "Numbers", "Signature", "element", "results"]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unicoll.arrays.device_runtime import DeviceError
+from unicoll.devices.device_runtime import DeviceError
 
 if TYPE_CHECKING:
     from tests.simulated_nccl.graphs import Capture

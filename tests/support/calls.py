@@ -9,7 +9,7 @@ import numpy as np
 
 import unicoll as dist
 from unicoll.arrays.types import Reduction
-from unicoll.backend.ops import OPS, Arity, Op, Sizes
+from unicoll.calls.ops import OPS, Arity, Op, Sizes
 
 COLLECTIVES = tuple(name for name, row in OPS.items() if not row.message)
 COALESCED = (

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from unicoll.net.excepthook import PACKAGES
+from unicoll.process.excepthook import PACKAGES
 
 _MOST = 2
 _TESTS = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import unicoll as dist
-from unicoll.group.recorded_calls import recorded_calls
+from unicoll.diagnosis.recorder_contents import recorded_calls
 
 __all__ = [
     "await_true",

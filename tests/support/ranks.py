@@ -35,7 +35,7 @@ from typing import Any
 
 from tests.support import forkserver
 from tests.support.worker import Failure, end, enter, leave
-from unicoll.net.secret import new_key_text
+from unicoll.net.wire.secret import new_key_text
 from unicoll.run.job import reserve_port
 from unicoll.testing import ranks as conformance_ranks
 from unicoll.testing import sampling

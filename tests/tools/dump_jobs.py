@@ -15,7 +15,7 @@ import numpy as np
 import unicoll as dist
 from tests.support.outcomes import failure_of
 from tests.support.worker import enter, rank_and_size, send_note
-from unicoll.backend import flight_recorder
+from unicoll.calls import flight_recorder
 from unicoll.group import dispatcher
 from unicoll.net.control import clock
 

@@ -24,7 +24,6 @@ from tests.support.ranks import ROOT, environment, reserved_port
 from tests.tools import bench_jobs
 from unicoll.arrays.compression import codec_for
 from unicoll.arrays.types import BY_NAME, COMPRESSIONS
-from unicoll.backend.ops import OPS, Arity
 from unicoll.bench import contenders, main, plot, table
 from unicoll.bench.args import DEFAULT_SIZES, TYPES, parse, parse_size
 from unicoll.bench.arrays import Unsupported
@@ -35,6 +34,7 @@ from unicoll.bench.mpi import Mpi4py
 from unicoll.bench.operations import IN, OPERATIONS, OUT, REDUCED, CallRank, SourceRange, find_operation
 from unicoll.bench.report import _environment, write
 from unicoll.bench.values import PERIOD, REDOPS, Values, decoded, encoded
+from unicoll.calls.ops import OPS, Arity
 from unicoll.group import registry
 from unicoll.run.mpirun import mpirun, mpirun_variables
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.programs import python
 from tests.support.ranks import ROOT, environment
-from unicoll.arrays import devices
-from unicoll.arrays.device_runtime import DeviceFacts
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import DeviceFacts
 from unicoll.doctor import hints, host, output, pairs, probes, software
 from unicoll.doctor.pairs import LARGE, RankPair
 
@@ -195,7 +195,7 @@ def test_devices_and_peer_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / bus / "vendor").write_text(f"{vendor}\n")
         (tmp_path / bus / "class").write_text(f"{kind}\n")
     monkeypatch.setattr(software, "PCI", str(tmp_path))
-    monkeypatch.setitem(devices._installed, "cuda", Devices())
+    monkeypatch.setitem(runtimes._installed, "cuda", Devices())
     facts = probes.run_probes({"cuda": software.PROBES["cuda"]}, 30)["cuda"]
     assert facts["on_bus"] == 1
     assert facts["reaches"] == [[True, True, False], [True, True, False], [False, False, True]]

@@ -16,9 +16,9 @@ import unicoll as dist
 from tests.support.ranks import ProcessJob, end_cleanly, joined
 from tests.support.worker import leave
 from tests.tools import dump_jobs as jobs
-from unicoll.net.formatting import command_to_type
-from unicoll.trace.diagnosis import diagnose
+from unicoll.process.formatting import command_to_type
 from unicoll.trace.dumps import read
+from unicoll.trace.findings import diagnose
 
 
 def load(directory: Path, rank: int) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from tests.support.ranks import ROOT, environment, joined
 from tests.support.worker import leave
 from tests.tools import dump_jobs
 from unicoll.trace import main, perfetto
-from unicoll.trace.diagnosis import diagnose
 from unicoll.trace.dumps import read
+from unicoll.trace.findings import diagnose
 
 END = 1000.0
 """When the dumps of these tests are written, on each rank's clock."""

@@ -15,10 +15,10 @@ from gloo_fallback.transport.selection import OPERATIONS
 from tests.support.programs import python
 from unicoll.arrays.compression import BLOCK, codec_for
 from unicoll.arrays.types import BY_NAME, COMPRESSIONS
-from unicoll.backend.ops import OPS
-from unicoll.bootstrap import dump_format
+from unicoll.calls.ops import OPS
+from unicoll.diagnosis import dump_format
+from unicoll.diagnosis.recorder_contents import RecordedCall, recorded_calls
 from unicoll.errors import DistArgumentError
-from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 from unicoll.trace import summary
 
 PROGRAM = """

@@ -162,9 +162,9 @@ def asking() -> list[bool]:
         time.sleep(0.005)
     with ranks.simulation().hold():
         works = [dist.all_reduce(full(8, 1.0), async_op=True) for _ in range(3)]
-        found.append(_nccl().supervision.sweep(time.monotonic()))
+        found.append(_nccl().detection.sweep(time.monotonic()))
         works[0]._handle.add_done_callback(lambda: None)
-        found.append(_nccl().supervision.sweep(time.monotonic()))
+        found.append(_nccl().detection.sweep(time.monotonic()))
     for work in works:
         work.wait()
     return found
@@ -225,7 +225,7 @@ def waited_for_elsewhere() -> bool:
         gc.collect()
         held = kept() is not None
     here.synchronize()
-    _nccl().supervision.sweep(time.monotonic())
+    _nccl().detection.sweep(time.monotonic())
     _more(30)
     gc.collect()
     await_true(lambda: kept() is None)  # the watchdog has another thread let go of it

@@ -43,7 +43,7 @@ if (
 ):  # Gloo in place of NCCL: what torch's flight recorder says of a call decides whether it has ended
     from torch._C import _distributed_c10d as torchs
 
-    from unicoll.torch_plugin.torch_groups import TorchGroup
+    from unicoll.torch_watch.torch_groups import TorchGroup
 
     torchs._dump_nccl_trace_json = torchs._dump_fr_trace_json
     TorchGroup.completes = property(lambda group: False, lambda group, value: None)
@@ -171,7 +171,7 @@ elif fault == "messages":
     sent.wait()
     dist.recv(x, (rank + 1) % size, tag=7)
 elif fault == "raises" and "later" in words:
-    from unicoll.torch_plugin.torch_groups import end_completed
+    from unicoll.torch_watch.torch_groups import end_completed
 
     work = dist.all_reduce(x, async_op=True)
     while not work.is_completed():

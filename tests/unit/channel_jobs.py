@@ -15,8 +15,8 @@ import numpy as np
 
 import unicoll as dist
 from tests.unit.on_path import OnPath
-from unicoll.backend import endpoint
-from unicoll.net import object_codec
+from unicoll.backend.connections import endpoint
+from unicoll.net.objects import object_codec
 
 
 @contextmanager

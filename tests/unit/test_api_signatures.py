@@ -14,8 +14,8 @@ import pytest
 import unicoll
 from unicoll.api import collectives, objects, p2p
 from unicoll.arrays.types import ReduceOp
-from unicoll.backend.ops import OPS
-from unicoll.backend.options import as_options
+from unicoll.calls.ops import OPS
+from unicoll.calls.options import as_options
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.group import collective_methods
 

@@ -24,18 +24,18 @@ from tests.unit import channel_jobs as jobs
 from tests.unit.interrupt_points import interrupt_at
 from tests.unit.on_path import on_path
 from unicoll.errors import AuthenticationError, DistError, DistNetworkError
-from unicoll.net import channel, handshake_messages, tls
-from unicoll.net.channel import Channel, authenticate
 from unicoll.net.control.departures import Departures
 from unicoll.net.control.group_failures import pack_error, unpack_error
 from unicoll.net.control.relay import Relay
-from unicoll.net.framed_server import frame, handshake_address, read_frame
-from unicoll.net.handshake_messages import Protection
-from unicoll.net.interrupts import Changes, InterruptedStreamError
-from unicoll.net.records import MAX_DATA, MacRecords, TamperedError
-from unicoll.net.secret import Key, Secret, new_key
 from unicoll.net.stores import TCPStore
-from unicoll.net.tls import TlsRecords
+from unicoll.net.wire import channel, handshake_messages, tls
+from unicoll.net.wire.channel import Channel, authenticate
+from unicoll.net.wire.framed_server import frame, handshake_address, read_frame
+from unicoll.net.wire.handshake_messages import Protection
+from unicoll.net.wire.records import MAX_DATA, MacRecords, TamperedError
+from unicoll.net.wire.secret import Key, Secret, new_key
+from unicoll.net.wire.tls import TlsRecords
+from unicoll.process.interrupts import Changes, InterruptedStreamError
 
 KEY = new_key()
 KINDS = ["mac", "tls by certificate", *(["tls by key"] if getattr(ssl, "HAS_PSK", False) else [])]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from unicoll.errors import DistError, PickleRefusedError
-from unicoll.net import object_codec, object_format
+from unicoll.net.objects import object_codec, object_format
 
 
 class Colour(enum.IntEnum):

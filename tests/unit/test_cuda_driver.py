@@ -17,12 +17,12 @@ import pytest
 from tests.support.forks import in_fork
 from tests.unit.c_functions import StandIn, alike, header, parse, put, putting
 from tests.unit.declarations import CUDA
-from unicoll.arrays import devices
-from unicoll.arrays.cuda import cuda_driver, load
-from unicoll.arrays.cuda import driver as common_driver
-from unicoll.arrays.cuda.cuda_driver import ARGUMENTS, SYMBOLS, CudaDriver
-from unicoll.arrays.device_runtime import DeviceError, DeviceFacts, DeviceRuntime, await_event, on_device
 from unicoll.bootstrap import environment_report
+from unicoll.devices import runtimes
+from unicoll.devices.cuda import cuda_driver, load
+from unicoll.devices.cuda import driver as common_driver
+from unicoll.devices.cuda.cuda_driver import ARGUMENTS, SYMBOLS, CudaDriver
+from unicoll.devices.device_runtime import DeviceError, DeviceFacts, DeviceRuntime, await_event, on_device
 from unicoll.errors import BackendUnavailableError
 
 DECLARED = parse(CUDA)
@@ -443,29 +443,29 @@ def test_without_a_driver_the_reason_names_the_library(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def _own_runtime() -> Iterator[None]:
-    devices.install("cuda", None)
+    runtimes.install("cuda", None)
     yield
-    devices.install("cuda", None)
+    runtimes.install("cuda", None)
 
 
 @pytest.mark.usefixtures("_own_runtime")
 def test_the_driver_is_the_default(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "load", lambda: "no driver today")
-    assert devices.reason_against("cuda") == "no driver today"
+    assert runtimes.reason_against("cuda") == "no driver today"
     with pytest.raises(BackendUnavailableError, match="no driver today"):
-        devices.runtime("cuda")
-    devices.install("cuda", None)
+        runtimes.runtime("cuda")
+    runtimes.install("cuda", None)
     monkeypatch.undo()
     loaded = _load_with(machine, monkeypatch)
     monkeypatch.setattr(load, "load", lambda: loaded)
-    assert devices.reason_against("cuda") is None
-    assert devices.runtime("cuda") is loaded
+    assert runtimes.reason_against("cuda") is None
+    assert runtimes.runtime("cuda") is loaded
 
 
 @pytest.mark.usefixtures("_own_runtime")
 def test_explain_names_the_driver_and_the_devices(driver: CudaDriver, machine: Machine) -> None:
     _identify(machine)
-    devices.install("cuda", driver)
+    runtimes.install("cuda", driver)
     said = environment_report.lines({})
     start = said.index("CUDA 12.8 driver: 2 devices")
     assert said[start + 1 :] == [
@@ -474,7 +474,7 @@ def test_explain_names_the_driver_and_the_devices(driver: CudaDriver, machine: M
         for n in (0, 1)
     ]
     machine.answers["cuDeviceTotalMem_v2"] = lambda place, device: NOT_INITIALIZED
-    devices.install("cuda", CudaDriver(machine, "libcuda.so.1"))
+    runtimes.install("cuda", CudaDriver(machine, "libcuda.so.1"))
     assert (
         environment_report.lines({})[-1]
         == "CUDA: cuDeviceTotalMem_v2: CUDA_ERROR_NOT_INITIALIZED: initialization error"

@@ -14,8 +14,8 @@ import pytest
 
 import unicoll as dist
 from unicoll.errors import DistArgumentError, DistTypeError
-from unicoll.net import debug_level, logs
 from unicoll.net.stores import HashStore
+from unicoll.process import debug_level, logs
 
 TOP = logging.getLogger("unicoll")
 

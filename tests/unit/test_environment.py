@@ -9,11 +9,11 @@ import pytest
 
 import unicoll as dist
 from tests.support.ranks import ROOT
-from unicoll.net import environment
 from unicoll.net.stores import HashStore
+from unicoll.process import environment
 
 KNOWN = {*environment.FLAGS, *environment.CHOICES, *environment.NUMBERS, *environment.TEXTS}
-TABLE = ROOT / "unicoll" / "net" / "environment.py"
+TABLE = ROOT / "unicoll" / "process" / "environment.py"
 NAME = re.compile(r"\bUNICOLL_[A-Z0-9_]*[A-Z0-9]\b")
 
 

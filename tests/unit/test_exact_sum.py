@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from unicoll.arrays import exact_sum
-from unicoll.arrays.exact_sum import Accumulator, Summation, inexact_flag
+from unicoll.arrays import exact_arithmetic
+from unicoll.arrays.exact_arithmetic import Accumulator, Summation, inexact_flag
 from unicoll.arrays.half_precision import HALVES
 from unicoll.arrays.kernels import ExactKernel, kernel_for
 from unicoll.arrays.types import BY_NAME, ReduceOp, Reduction
@@ -117,7 +117,7 @@ def test_a_sum_or_average_is_the_exact_one_rounded_once_in_every_order(
     rng = np.random.default_rng(ranks)
     divisor = ranks if op == ReduceOp.EXACT_AVG else 1
     kernel, without_flag = (ExactKernel(BY_NAME[name], op) for _ in range(2))
-    without_flag._sum._flag = exact_sum._NoFlag()
+    without_flag._sum._flag = exact_arithmetic._NoFlag()
     for draw in DRAWS:
         parts = [draw(rng, name, 150).astype(dtype_of(name)) for _ in range(ranks)]
         found = combined(kernel, parts)
@@ -183,7 +183,7 @@ def test_an_accumulator_has_the_sum_of_what_was_added_in_every_order(name: str) 
         for order in (range(9), rng.permutation(9)):
             made = Accumulator(200, kernel.storage, HALVES.get(name))
             if not has_flag:
-                made._flag = exact_sum._NoFlag()
+                made._flag = exact_arithmetic._NoFlag()
             for i in order:
                 made.add(parts[i].view(kernel.storage))
             out = np.empty(200, kernel.storage)
@@ -207,13 +207,13 @@ def test_a_sum_of_partial_sums_is_refused() -> None:
 
 
 def test_the_flag_is_used_on_the_machines_that_have_it() -> None:
-    if exact_sum.platform.machine() in exact_sum._FLAGS:
-        assert type(inexact_flag()) is exact_sum.InexactFlag
+    if exact_arithmetic.platform.machine() in exact_arithmetic._FLAGS:
+        assert type(inexact_flag()) is exact_arithmetic.InexactFlag
 
 
 def test_a_flag_that_is_not_reliable_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     never = type("Never", (), {"clear": lambda self: None, "is_set": lambda self: False})()
-    assert not exact_sum._is_reliable(never)
-    assert not exact_sum._is_reliable(exact_sum._NoFlag())
-    monkeypatch.setattr(exact_sum.platform, "machine", lambda: "unknown")
-    assert type(inexact_flag.__wrapped__()) is exact_sum._NoFlag
+    assert not exact_arithmetic._is_reliable(never)
+    assert not exact_arithmetic._is_reliable(exact_arithmetic._NoFlag())
+    monkeypatch.setattr(exact_arithmetic.platform, "machine", lambda: "unknown")
+    assert type(inexact_flag.__wrapped__()) is exact_arithmetic._NoFlag

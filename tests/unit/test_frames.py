@@ -31,7 +31,7 @@ def connect_clients(port: int, count: int, patience: float) -> int:
     """
     program = f"""
 import socket, time
-from unicoll.net import channel, framed_server
+from unicoll.net.wire import channel, framed_server
 held, joined = [], 0
 for _ in range({count}):
     sock = socket.create_connection(("127.0.0.1", {port}), {patience})

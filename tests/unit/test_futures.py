@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import unicoll as dist
-from unicoll.backend.futures import Future
+from unicoll.calls.futures import Future
 
 
 def test_then_gives_what_the_callback_makes_of_it() -> None:

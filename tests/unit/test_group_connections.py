@@ -18,10 +18,10 @@ from gloo_fallback.transport.topology import HostInfo, TransportPreference, _exc
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend import Call, Context, MemberConnections
-from unicoll.backend import endpoint as endpoints
-from unicoll.backend.endpoint import Endpoint, _Addresses, _Listener
+from unicoll.backend.connections import endpoint as endpoints
+from unicoll.backend.connections.endpoint import Endpoint, _Addresses, _Listener
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 from unicoll.errors import (
     AuthenticationError,
     DistError,
@@ -29,9 +29,9 @@ from unicoll.errors import (
     GroupAbortedError,
     OperationTimeoutError,
 )
-from unicoll.net.interrupts import Changes
-from unicoll.net.links import Address
-from unicoll.net.records import TamperedError
+from unicoll.net.wire.links import Address
+from unicoll.net.wire.records import TamperedError
+from unicoll.process.interrupts import Changes
 
 
 def engine_of(size: int = 2) -> P2PEngine:

@@ -10,10 +10,10 @@ import pytest
 
 from unicoll.backend import Call, Context, group_state
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 from unicoll.errors import DistError, GroupAbortedError, RankLostError
 from unicoll.net.control.departures import Departures
-from unicoll.net.interrupts import Changes
+from unicoll.process.interrupts import Changes
 
 
 def state_of(control: Any = None) -> GroupState:

@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.order import deadline_in
 from unicoll.errors import AuthenticationError, DistArgumentError, DistNetworkError
-from unicoll.net import handshake, handshake_messages
-from unicoll.net.handshake import NoAnswerError, ServerHandshake, client_handshake
-from unicoll.net.secret import Secret, find_secret, new_key
+from unicoll.net.wire import handshake, handshake_messages
+from unicoll.net.wire.handshake import NoAnswerError, ServerHandshake, client_handshake
+from unicoll.net.wire.secret import Secret, find_secret, new_key
 
 KEY = b"k" * 32
 

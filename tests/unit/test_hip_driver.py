@@ -18,10 +18,10 @@ from tests.simulated_nccl.cuda import SimulatedCuda
 from tests.support.forks import in_fork
 from tests.unit.c_functions import StandIn, alike, kind, kind_of_ctypes, parse, put, putting
 from tests.unit.declarations import HIP
-from unicoll.arrays.cuda import cuda_driver, hip_driver, load
-from unicoll.arrays.cuda.hip_driver import ARGUMENTS, SYMBOLS, HipDriver
-from unicoll.arrays.device_runtime import DeviceError, DeviceFacts, on_device
-from unicoll.arrays.shared_library import SharedLibrary
+from unicoll.devices.cuda import cuda_driver, hip_driver, load
+from unicoll.devices.cuda.hip_driver import ARGUMENTS, SYMBOLS, HipDriver
+from unicoll.devices.device_runtime import DeviceError, DeviceFacts, on_device
+from unicoll.process.shared_library import SharedLibrary
 from unicoll.run import cpu_affinity
 from unicoll.run.cpu_affinity import gpu_addresses
 

@@ -13,33 +13,50 @@ import pytest
 from tests.support.ranks import ROOT, environment
 
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm", "xccl_comm")
-SHARED = {"backend", "arrays", "net", "errors"}
+SHARED = {"backend", "calls", "arrays", "devices", "net", "process", "errors"}
 """The packages of unicoll that a backend may import."""
-DEVICES = SHARED | {"device_collectives"}
+WITH_DEVICES = SHARED | {"device_collectives"}
 """Those that a backend over a library with NCCL's API may import."""
+CALL = {"calls", "arrays", "devices", "process", "errors"}
+"""The lower steps of a call's stair, which know no connection between processes."""
 LAYERS = (
     {"errors"},
+    {"process"},
+    {"devices"},
+    {"arrays"},
+    {"calls"},
     {"net"},
-    {"run", "launch", "arrays"},
+    {"net.objects"},
+    {"net.wire"},
+    {"net.stores"},
+    {"net.control"},
+    {"run", "launch"},
     {"backend"},
+    {"backend.host"},
+    {"backend.connections"},
     {"device_collectives", "staging"},
     {"group"},
+    {"diagnosis"},
     {"bootstrap"},
     {"api"},
-    {
-        "__main__",
-        "device_mesh",
-        "parallel",
-        "bench",
-        "doctor",
-        "torch_plugin",
-        "torch_autoload",
-        "testing",
-        "trace",
-    },
+    {"mesh"},
+    {"__main__", "device_mesh", "bench", "doctor", "torch_autoload", "testing", "trace"},
+    {"torch_plugin"},
+    {"torch_watch", "parallel"},
     {"integrations"},
 )
-"""From the lowest to the highest layer; a package imports from its own layer and those below it."""
+"""From the lowest to the highest layer; a package imports from its own layer and those below it, also inside of
+functions and for type checking."""
+BACK = {
+    # torch calls its entry point when it is imported; importing the plug-in then would be too early and too slow.
+    ("torch_autoload", "torch_plugin"),
+    ("torch_autoload", "torch_watch"),
+}
+"""The imports that point from a lower layer to a higher one, inside of functions."""
+PRIVATE = ("unicoll.backend.host", "unicoll.backend.connections")
+"""Packages whose modules only :mod:`unicoll.backend` imports; others import the names of the package."""
+BY_NAME = {"unicoll.backend.host.fake"}
+"""Modules of these packages that are loaded by their names: that of the backend fake."""
 
 
 def modules(package: str) -> list[Path]:
@@ -51,15 +68,15 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, *, everywhere: bool = True) -> Iterator[str]:
+def imports(path: Path, *, types: bool = True) -> Iterator[str]:
     """The modules that a file imports, as absolute names; for ``from package import x`` also ``package.x``.
 
-    Imports under TYPE_CHECKING are omitted; with ``everywhere=False`` also those inside functions.
+    With ``types=False`` imports under TYPE_CHECKING are omitted.
     """
     package = name_of(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in _nodes(ast.parse(path.read_text()), everywhere):
+    for node in _nodes(ast.parse(path.read_text()), types):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,17 +86,15 @@ def imports(path: Path, *, everywhere: bool = True) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def _nodes(tree: ast.AST, everywhere: bool) -> Iterator[ast.AST]:
+def _nodes(tree: ast.AST, types: bool) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for other in node.orelse:
                 yield other
-                yield from _nodes(other, everywhere)
-            continue
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not everywhere:
+                yield from _nodes(other, types)
             continue
         yield node
-        yield from _nodes(node, everywhere)
+        yield from _nodes(node, types)
 
 
 def subpackage(module: str) -> str | None:
@@ -95,12 +110,15 @@ def _subpackages() -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "backends", "allowed"),
     [
-        *((name, {name}, DEVICES if name in ("nccl_comm", "xccl_comm") else SHARED) for name in BACKENDS),
-        (
-            "unicoll/run",
-            set(),
-            {"run", "net", "errors"},
-        ),  # starts quickly; net/excepthook.py is loaded by its path
+        *(
+            (name, {name}, WITH_DEVICES if name in ("nccl_comm", "xccl_comm") else SHARED)
+            for name in BACKENDS
+        ),
+        # The launcher starts quickly; it loads process/excepthook.py by its path.
+        ("unicoll/run", set(), {"run", "net", "process", "errors"}),
+        *((f"unicoll/{name}", set(), CALL) for name in ("calls", "arrays", "devices")),
+        ("unicoll/process", set(), {"process", "errors"}),
+        ("unicoll/net", set(), {"net", "process", "errors"}),
         ("unicoll", set(), None),
     ],
 )
@@ -126,23 +144,49 @@ def test_every_subpackage_has_a_layer() -> None:
     assert not missing, f"add {missing} to LAYERS and to docs/architecture.md"
 
 
+def layer(module: str) -> str | None:
+    """The name in LAYERS of a module of unicoll; None for unicoll itself and for other packages."""
+    names = {name for names in LAYERS for name in names}
+    parts = module.split(".")[1:] if module.startswith("unicoll.") else []
+    return next((name for n in (2, 1) if (name := ".".join(parts[:n])) in names), None)
+
+
 def test_imports_point_from_high_to_low_layers() -> None:
     height = {name: i for i, layer in enumerate(LAYERS) for name in layer}
-    wrong = []
+    wrong, back = [], set()
     for path in modules("unicoll"):
-        importer = subpackage(name_of(path))
-        if not importer:
-            continue
+        importer = layer(name_of(path))
         for module in imports(path):
-            imported = subpackage(module)
-            if imported in height and height[imported] > height[importer]:
-                wrong.append(f"{name_of(path)} imports {module}")
+            imported = layer(module)
+            # A package's face names what its modules have.
+            face = path.name == "__init__.py" and module.startswith(f"{name_of(path)}.")
+            if importer and imported and not face and height[imported] > height[importer]:
+                if (importer, imported) in BACK:
+                    back.add((importer, imported))
+                else:
+                    wrong.append(f"{name_of(path)} imports {module}")
+    assert not wrong, wrong
+    assert back == BACK
+
+
+def test_modules_inside_the_backend_package_are_private() -> None:
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for package in ("unicoll", *BACKENDS)
+        for path in modules(package)
+        if not name_of(path).startswith("unicoll.backend")
+        for module in imports(path)
+        for private in PRIVATE
+        if (ROOT / module.replace(".", "/")).with_suffix(".py").exists()
+        and module.startswith(f"{private}.")
+        and module not in BY_NAME
+    ]
     assert not wrong, wrong
 
 
 def test_there_is_no_import_cycle() -> None:
     files = {name_of(p): p for package in ("unicoll", *BACKENDS) for p in modules(package)}
-    edges = {n: {m for m in imports(p) if m in files and m != n} for n, p in files.items()}
+    edges = {n: {m for m in imports(p, types=False) if m in files and m != n} for n, p in files.items()}
     for name, path in files.items():
         if path.name == "__init__.py":  # it may import the modules of its package
             edges[name] = set()
@@ -179,8 +223,8 @@ def _run(program: str) -> str:
 HEAVY = ["torch", "cupy", "mpi4py", "ml_dtypes", "asyncio", "subprocess", "multiprocessing", *BACKENDS]
 HEAVY += ["dask", "distributed"]
 JOB_ONLY = (
-    "unicoll.bootstrap unicoll.net.stores unicoll.net.control unicoll.net.logs unicoll.net.handshake"
-    " unicoll.group.process_group unicoll.backend.host_backend"
+    "unicoll.bootstrap unicoll.net.stores unicoll.net.control unicoll.process.logs unicoll.net.wire.handshake"
+    " unicoll.group.process_group unicoll.backend.host.host_backend"
     " logging socket hashlib hmac secrets json difflib inspect numpy.typing"
 )
 """What ``init_process_group`` and the public classes load, so that the first use of a name is quick."""

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.order import PATIENCE_S, await_true
 from tests.unit.interrupt_points import each_point, interrupt_at
-from unicoll.net.interrupts import LazyThread
+from unicoll.process.interrupts import LazyThread
 
 NAME = "lazy thread"
 

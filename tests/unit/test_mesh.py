@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from unicoll.api import device_mesh as mesh_module
 from unicoll.api import subgroups
-from unicoll.api.device_mesh import DeviceMesh, current_mesh, init_device_mesh
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
-from unicoll.net import debug_level
+from unicoll.mesh import device_mesh as mesh_module
+from unicoll.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh
+from unicoll.process import debug_level
 
 NON_MEMBER = object()
 

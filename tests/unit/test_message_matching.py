@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.interrupts import Interrupt, Points
 from unicoll.arrays.conversion import as_buffer
-from unicoll.backend.call import Call
-from unicoll.backend.message_matcher import INTERNAL_TAGS, MessageMatcher
-from unicoll.backend.ops import OPS, PROBE
+from unicoll.backend.host.message_matcher import MessageMatcher
+from unicoll.calls.call import INTERNAL_TAGS, Call
+from unicoll.calls.ops import OPS, PROBE
 
 SIZE = 3
 INTERNAL = INTERNAL_TAGS[5]

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicoll.errors import DistArgumentError, DistNetworkError
-from unicoll.net import environment, interfaces
-from unicoll.net.authenticated_server import listen
-from unicoll.net.interfaces import Interface
+from unicoll.net.wire import interfaces
+from unicoll.net.wire.authenticated_server import listen
+from unicoll.net.wire.interfaces import Interface
+from unicoll.process import environment
 from unicoll.run.job import reserve_port
 
 LO = Interface("lo", socket.AF_INET, "127.0.0.1", "host", True, True)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from tests.support.order import await_true
-from unicoll.backend import op_queue, work
-from unicoll.backend.call import Call
-from unicoll.backend.op_queue import OpQueue
-from unicoll.backend.ops import OPS
+from unicoll.backend.host import op_queue
+from unicoll.backend.host.op_queue import OpQueue
+from unicoll.calls import work
+from unicoll.calls.call import Call
+from unicoll.calls.ops import OPS
 from unicoll.errors import DistError
 
 

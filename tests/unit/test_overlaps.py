@@ -10,8 +10,8 @@ import pytest
 from tests.support.other_arrays import Exported
 from unicoll.arrays.buffer import has_shared_elements
 from unicoll.arrays.conversion import as_buffer
-from unicoll.backend.call import Call
-from unicoll.backend.ops import OPS
+from unicoll.calls.call import Call
+from unicoll.calls.ops import OPS
 from unicoll.errors import DistArgumentError
 from unicoll.group.overlaps import separate
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unicoll.errors import DistStoreError
-from unicoll.net.received_json import from_store, parse
+from unicoll.net.objects.received_json import from_store, parse
 
 RECORD = {"name": str, "ranks": [int], "age": float, "pair": (str, bool), "more": dict | None}
 GOOD = {"name": "a", "ranks": [0, 1], "age": 1, "pair": ["b", True], "more": None}

@@ -11,8 +11,8 @@ from typing import Any, cast
 from gloo_fallback.transport.connections import GroupConnections
 from unicoll.backend.group_state import GroupState
 from unicoll.errors import GroupAbortedError
-from unicoll.net.authenticated_server import Client, Server, listen
 from unicoll.net.stores.connections import ConnectionPool
+from unicoll.net.wire.authenticated_server import Client, Server, listen
 
 SOON_S = 60.0
 

@@ -26,10 +26,10 @@ from unicoll.errors import (
     QueueEmptyError,
     StoreTimeoutError,
 )
-from unicoll.net.secret import Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore, file_log, protocol
 from unicoll.net.stores.signed import SignedStore
 from unicoll.net.stores.table import Table, WaitRequired
+from unicoll.net.wire.secret import Secret
 
 SECRET = Secret(b"s" * 32, "test")
 # Some of these tests fork.

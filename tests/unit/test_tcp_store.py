@@ -30,9 +30,10 @@ from unicoll.errors import (
     DistTypeError,
     StoreTimeoutError,
 )
-from unicoll.net import admission, channel, handshake_messages, interfaces, timeouts
-from unicoll.net.secret import Secret
 from unicoll.net.stores import TCPStore, connections, listener, protocol, tcp, tcp_server
+from unicoll.net.wire import admission, channel, handshake_messages, interfaces
+from unicoll.net.wire.secret import Secret
+from unicoll.process import timeouts
 
 # Some of these tests fork.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -117,7 +118,7 @@ def test_a_client_that_has_ended_is_not_refused(
 
     caplog.set_level(logging.INFO, "unicoll")
     with serve(secret=OPEN) as master:
-        monkeypatch.setattr("unicoll.net.peer_credentials.is_same_user", is_same_user)
+        monkeypatch.setattr("unicoll.net.wire.peer_credentials.is_same_user", is_same_user)
         with pytest.raises((AuthenticationError, DistNetworkError)):
             join(master, secret=OPEN, timeout=2.0)
         if not ended:
@@ -344,7 +345,7 @@ def test_a_garbage_collected_master_stops_serving():
 
 SERVER = """
 import sys
-from unicoll.net.secret import Secret
+from unicoll.net.wire.secret import Secret
 from unicoll.net.stores import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True, secret=Secret(b"s" * 32, "test"))
 print(store.port, flush=True)

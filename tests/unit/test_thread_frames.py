@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.forks import in_fork
 from tests.support.programs import python
-from unicoll.backend import thread_frames as module
-from unicoll.backend.thread_frames import ThreadFrames
+from unicoll.process import thread_frames as module
+from unicoll.process.thread_frames import ThreadFrames
 
 PROGRAM = """
 import gc, random, sys, threading, time
-from unicoll.backend.thread_frames import ThreadFrames
+from unicoll.process.thread_frames import ThreadFrames
 
 SECONDS, FRAMES, PATIENCE_S = 2.0, 100, 30.0
 walker = threading.get_ident()

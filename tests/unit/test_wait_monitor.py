@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from unicoll.backend import wait_monitor
-from unicoll.backend.blocked_calls import find_blocked_calls
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.wait_monitor import WaitMonitor, _Snapshot
+from unicoll.diagnosis import wait_monitor
+from unicoll.diagnosis.blocked_calls import find_blocked_calls
+from unicoll.diagnosis.wait_monitor import WaitMonitor, _Snapshot
 from unicoll.errors import DistError
 from unicoll.net.control.group_failures import GroupFailures
 from unicoll.net.control.wait_graph import MessageState
-from unicoll.net.interrupts import Changes
+from unicoll.process.interrupts import Changes
 
 
 def test_a_rank_whose_call_is_failing_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from tests.conformance.test_conformance_nccl import _Simulated
 from tests.simulated_nccl.oneccl import SimulatedOneCCL
 from tests.support.ranks import sample_seed
 from unicoll.arrays.types import BY_NAME
-from unicoll.backend.reduce_ops import only_on_host
+from unicoll.calls.reduce_ops import only_on_host
 from unicoll.testing.reference import reduction_of
 
 

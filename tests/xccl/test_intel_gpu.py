@@ -15,7 +15,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.ranks import ProcessJob, run_ranks
 from tests.support.suite import Suite
 from tests.xccl.sycl_ranks import SyclFamily
-from unicoll.arrays import devices
+from unicoll.devices import runtimes
 from unicoll.run.cpu_affinity import gpu_addresses
 from unicoll.testing.cases import Case
 from unicoll.testing.families import FAMILIES, TorchFamily
@@ -41,7 +41,7 @@ def prepare() -> None:
     if "xpu" not in FAMILIES:
         FAMILIES["xpu"] = SyclFamily
         importlib.import_module("dpctl")
-        devices.runtime("xpu").set_device(rank)
+        runtimes.runtime("xpu").set_device(rank)
     worker.use("cpu:gloo,xpu:xccl")
 
 

@@ -13,10 +13,10 @@ import unicoll as dist
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
 from tests.xccl.sycl_ranks import import_dpctl, run, unavailable_reason
-from unicoll.arrays import devices
 from unicoll.arrays.conversion import as_buffer
-from unicoll.arrays.device_runtime import DeviceError, DeviceRuntime
 from unicoll.bootstrap import environment_report
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import DeviceError, DeviceRuntime
 from unicoll.group import backend_choice
 
 if unavailable_reason():
@@ -26,7 +26,7 @@ LARGE = 64 << 20
 
 
 def runtime_and_stream() -> tuple[DeviceRuntime, int]:
-    runtime = devices.runtime("xpu")
+    runtime = runtimes.runtime("xpu")
     return runtime, runtime.create_stream(0)
 
 
@@ -69,7 +69,7 @@ def test_events_order_streams() -> None:
 
 @on_ranks(1, start=run)
 def test_devices_are_described_and_xccl_is_not_chosen_without_a_gpu() -> None:
-    runtime: Any = devices.runtime("xpu")
+    runtime: Any = runtimes.runtime("xpu")
     assert (runtime.name, runtime.device_type, runtime.device_count()) == ("SYCL", "xpu", 1)
     assert not runtime.has_gpus()
     facts = runtime.facts(0)

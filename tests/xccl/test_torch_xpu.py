@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import unicoll as dist
-from unicoll.arrays import devices, torch_tensors
-from unicoll.arrays.device_runtime import DeviceError
-from unicoll.arrays.sycl import load
-from unicoll.arrays.sycl.torch_runtime import TorchRuntime
+from unicoll.arrays import torch_tensors
 from unicoll.arrays.types import BY_NAME
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import DeviceError
+from unicoll.devices.sycl import load
+from unicoll.devices.sycl.torch_runtime import TorchRuntime
 from xccl_comm.library import locate
 
 torch = pytest.importorskip("torch")
@@ -111,9 +112,9 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Xpu]:
 
     monkeypatch.setattr(torch, "xpu", made)
     monkeypatch.setattr(torch, "empty", empty_on_host)
-    devices.install("xpu", None)
+    runtimes.install("xpu", None)
     yield made
-    devices.install("xpu", None)
+    runtimes.install("xpu", None)
 
 
 def test_the_stand_in_has_torchs_names() -> None:
@@ -128,7 +129,7 @@ def test_the_stand_in_has_torchs_names() -> None:
 
 def test_devices_are_torchs(monkeypatch: pytest.MonkeyPatch, xpu: Xpu) -> None:
     monkeypatch.setattr(locate.LOCATOR, "_found", None)
-    runtime: Any = devices.runtime("xpu")
+    runtime: Any = runtimes.runtime("xpu")
     assert isinstance(runtime, TorchRuntime)
     assert runtime.description.startswith("SYCL by torch ")
     assert (runtime.device_count(), runtime.has_gpus(), runtime.current_device()) == (2, True, -1)
@@ -141,7 +142,7 @@ def test_devices_are_torchs(monkeypatch: pytest.MonkeyPatch, xpu: Xpu) -> None:
 
 
 def test_streams_and_events_are_torchs(xpu: Xpu) -> None:
-    runtime: Any = devices.runtime("xpu")
+    runtime: Any = runtimes.runtime("xpu")
     own = runtime.create_stream(0, high_priority=True)
     current = runtime.current_stream(0)
     assert current == xpu.current[0].sycl_queue
@@ -166,7 +167,7 @@ def test_streams_and_events_are_torchs(xpu: Xpu) -> None:
 
 
 def test_dpctls_arrays_are_refused_beside_torchs_devices(xpu: Xpu) -> None:
-    runtime: Any = devices.runtime("xpu")
+    runtime: Any = runtimes.runtime("xpu")
     for refused in (runtime.place_of, runtime.default_queue):
         with pytest.raises(dist.DistTypeError, match=r"torch\.from_dlpack"):
             refused(0)
@@ -176,14 +177,14 @@ def test_errors_name_torchs_function(monkeypatch: pytest.MonkeyPatch, xpu: Xpu) 
     def fail(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("XPU out of memory")
 
-    runtime = devices.runtime("xpu")
+    runtime = runtimes.runtime("xpu")
     monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(DeviceError, match=r"torch\.empty: XPU out of memory"):
         runtime.allocate(0, 64)
 
 
 def test_memory_is_copied_by_address_on_a_stream(xpu: Xpu) -> None:
-    runtime: Any = devices.runtime("xpu")
+    runtime: Any = runtimes.runtime("xpu")
     stream = runtime.create_stream(0)
     ptr, pinned = runtime.allocate(0, 64), runtime.pin(64)
     source = np.arange(64, dtype=np.uint8)
@@ -214,13 +215,13 @@ def test_there_is_no_device_without_torch_for_xpu_and_dpctl(monkeypatch: pytest.
     monkeypatch.setattr(load, "_LEVEL_ZERO", "libno-such-driver.so.1")
     monkeypatch.setattr(locate.LOCATOR, "_found", None)
     monkeypatch.delitem(sys.modules, "dpctl", raising=False)
-    devices.install("xpu", None)
-    reason = devices.reason_against("xpu")
+    runtimes.install("xpu", None)
+    reason = runtimes.reason_against("xpu")
     assert reason is not None
     assert reason.startswith("Intel's driver for GPUs cannot be loaded: libno-such-driver.so.1")
     with pytest.raises(dist.BackendUnavailableError, match="Intel's driver"):
-        devices.runtime("xpu")
+        runtimes.runtime("xpu")
     monkeypatch.setattr(load, "_LEVEL_ZERO", None)  # the process itself
     monkeypatch.setitem(sys.modules, "dpctl", None)
-    assert "need a torch for XPU, imported before, or dpctl" in str(devices.reason_against("xpu"))
+    assert "need a torch for XPU, imported before, or dpctl" in str(runtimes.reason_against("xpu"))
     assert not locate.serves_xpu()

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from unicoll.api import world
 from unicoll.api.ranks import rank_in_group, refuse, root_or_zero
 from unicoll.arrays.types import ReduceOp
-from unicoll.backend.ops import OPS
-from unicoll.net.timeouts import Timeout
+from unicoll.calls.ops import OPS
+from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:
-    from unicoll.backend.work import Work
+    from unicoll.calls.work import Work
     from unicoll.group.process_group import ProcessGroup
 
 Array = Any
@@ -36,7 +36,7 @@ _COMMON = """
     Common to all collectives:
         group: the process group; None means the default one. A process outside the group gets a warning and
             None, and no data moves.
-        async_op: return at once with a :class:`~unicoll.backend.work.Work`; its arrays must not be used until
+        async_op: return at once with a :class:`~unicoll.calls.work.Work`; its arrays must not be used until
             ``work.wait()`` has returned.
         timeout: how long the operation may take (timedelta, or seconds); None takes the group's.
 

@@ -14,12 +14,12 @@ from unicoll.arrays.torch_tensors import profiler_watch
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.errors import DistArgumentError, DistError
 from unicoll.group.arguments import as_integer
-from unicoll.net.timeouts import Timeout
+from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.contract import Job
     from unicoll.group.process_group import ProcessGroup
-    from unicoll.net.secret import Secret
+    from unicoll.net.wire.secret import Secret
 
 DEFAULT_NAME = "world"
 """Name of the default group."""
@@ -45,7 +45,7 @@ def init_process_group(
     Args:
         backend: ``"gloo"``, ``"mpi"``, ``"nccl"``, a registered name, ``"cpu:gloo,cuda:nccl"``, or None to choose by
             device and launcher (:func:`explain` says what was chosen and why). ``"fake"``: one process alone, as any
-            rank of any world size, for dry runs (:mod:`unicoll.backend.fake`); it needs no init method or store.
+            rank of any world size, for dry runs (:mod:`unicoll.backend.host.fake`); it needs no init method or store.
         init_method: ``env://`` (the default: the launcher's environment), ``tcp://host:port`` (IPv6 in brackets),
             ``file:///path``. Not together with ``store``.
         timeout: default timeout of the group's operations and limit of the time to join, timedelta or seconds; None is
@@ -116,7 +116,7 @@ def join(
         BackendUnavailableError, OperationTimeoutError, AuthenticationError, DistStoreError, DistNetworkError: as for
             :func:`init_process_group`.
     """
-    from unicoll.net.secret import given_secret
+    from unicoll.net.wire.secret import given_secret
 
     key = None if secret is None else given_secret(secret)
     secret = None  # a traceback with local variables does not show it

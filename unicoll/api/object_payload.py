@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from unicoll.backend.message_matcher import INTERNAL_TAGS
+from unicoll.calls.call import INTERNAL_TAGS
 from unicoll.errors import DistArgumentError, DistError, PickleRefusedError
-from unicoll.net import object_codec
-from unicoll.net.timeouts import Timeout, positive_seconds
+from unicoll.net.objects import object_codec
+from unicoll.process.timeouts import Timeout, positive_seconds
 
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup

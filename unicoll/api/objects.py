@@ -2,7 +2,7 @@
 
 Objects are pickled if the job is trusted (only holders of its secret can have joined) and no rank sets
 ``UNICOLL_ALLOW_PICKLE=0``. Otherwise they must be plain (numbers, str, bytes, containers, NumPy arrays) and are sent in
-the typed format of :mod:`unicoll.net.object_codec`.
+the typed format of :mod:`unicoll.net.objects.object_codec`.
 
 With the backend ``fake`` nothing arrives, so the receivers use what they hold as the sender's objects.
 
@@ -32,9 +32,9 @@ from unicoll.api.object_payload import (
     read_headers,
 )
 from unicoll.api.ranks import rank_in_group, root_or_zero
-from unicoll.backend.interrupts import mark_changed
+from unicoll.calls.error_marks import mark_changed
 from unicoll.errors import DistArgumentError, DistTypeError
-from unicoll.net.timeouts import Timeout
+from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup

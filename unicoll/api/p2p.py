@@ -1,7 +1,7 @@
 """Point-to-point functions with torch.distributed's names, argument names, order and defaults, and more of MPI.
 
 Messages between two ranks of a group match by tag, in the order in which they were sent. A message to
-:data:`~unicoll.backend.status.NO_RANK`, or from it, ends at once and moves no data, so a program needs no special case
+:data:`~unicoll.calls.status.NO_RANK`, or from it, ends at once and moves no data, so a program needs no special case
 at the edge of a grid. Probes, ``tag=None`` and ``status`` are of backends that match messages by tag: not of NCCL,
 which has messages to oneself only in a batch with their receives.
 """
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from unicoll.api import world
 from unicoll.api.ranks import rank_in_group
 from unicoll.arrays.conversion import as_buffer
-from unicoll.backend.call import Call
-from unicoll.backend.ops import OPS
-from unicoll.backend.status import NO_RANK, Status
+from unicoll.calls.call import Call
+from unicoll.calls.ops import OPS
+from unicoll.calls.status import NO_RANK, Status
 from unicoll.errors import DistArgumentError, DistTypeError, OperationTimeoutError
-from unicoll.net.interrupts import Flag
-from unicoll.net.timeouts import Timeout, to_seconds
+from unicoll.process.interrupts import Flag
+from unicoll.process.timeouts import Timeout, to_seconds
 
 if TYPE_CHECKING:
-    from unicoll.backend.work import Work
+    from unicoll.calls.work import Work
     from unicoll.group.process_group import ProcessGroup
 
 Array = Any
@@ -507,7 +507,7 @@ def _nothing(status: Status | None) -> int:
 
 def _ended(op: str, tensor: Array) -> Work:
     """The Work of a message to or from NO_RANK."""
-    from unicoll.backend.work import HostCompletion, Work
+    from unicoll.calls.work import HostCompletion, Work
 
     buffers = (as_buffer(tensor, f"{op}: tensor"),)
     inputs, outputs = (buffers, ()) if op == "send" else ((), buffers)

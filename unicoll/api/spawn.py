@@ -28,9 +28,9 @@ from typing import Any, Literal, NamedTuple, overload
 from unicoll.bootstrap.join import set_exit_cause
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.group.arguments import as_integer
-from unicoll.net.files import temporary_directory
-from unicoll.net.formatting import signal_name
-from unicoll.net.object_format import type_name
+from unicoll.net.objects.object_format import type_name
+from unicoll.process.files import temporary_directory
+from unicoll.process.formatting import signal_name
 from unicoll.run import worker_main
 from unicoll.run.job import LocalJob, job_token, job_variable
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_members

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from unicoll.api import objects, world
 from unicoll.backend.contract import Context, Job
-from unicoll.backend.interrupts import leaves_doubt
+from unicoll.calls.error_marks import leaves_doubt
 from unicoll.errors import DistArgumentError
 from unicoll.group import backend_choice, resizing
 from unicoll.group.arguments import as_integer, check_ranks
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.group.resizing import GrowthRecord
-from unicoll.net.timeouts import Timeout
+from unicoll.process.timeouts import Timeout
 
 _LISTED = "new_group()"
 """The kind of the groups that all processes of a job make, by which their names are numbered."""
@@ -36,10 +36,10 @@ def _reserve(job: Job, kind: str, names: list[str], count: int = 1) -> None:
 
     So the names of later groups are equal on all ranks.
     """
-    above = f"{job.name}/" if job.name else ""
+    qualifier = f"{job.name}/" if job.name else ""
     before = job.named[kind]
     prefix = "group" if kind == _LISTED else f"local-{kind}"
-    made = [f"{above}{prefix}-{before + i}" for i in range(1, count + 1)]
+    made = [f"{qualifier}{prefix}-{before + i}" for i in range(1, count + 1)]
     # Nothing is called from here on: an exception of a signal's handler comes before both or behind both.
     names += made
     job.named[kind] = before + count

@@ -11,8 +11,8 @@ from unicoll.errors import DistArgumentError, DistError, DistTypeError, NotIniti
 from unicoll.group import backend_choice, registry
 from unicoll.group.arguments import as_integer
 from unicoll.group.registry import BackendName
-from unicoll.net import environment
-from unicoll.net.timeouts import Timeout, positive_seconds
+from unicoll.process import environment
+from unicoll.process.timeouts import Timeout, positive_seconds
 
 if TYPE_CHECKING:
     from unicoll.backend.contract import Job

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from unicoll.arrays import devices, dlpack
+from unicoll.arrays import dlpack
 from unicoll.arrays.buffer import (
     Adapter,
     Buffer,
@@ -31,9 +31,10 @@ from unicoll.arrays.buffer import (
     has_shared_elements,
     register_current_stream,
 )
-from unicoll.arrays.device_runtime import LEGACY_STREAM
 from unicoll.arrays.torch_tensors import torch_family
 from unicoll.arrays.types import BY_NAME, DTYPES, Device, DType
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import LEGACY_STREAM
 from unicoll.errors import DistArgumentError, DistTypeError
 
 __all__ = ["Buffer", "as_buffer", "as_buffers", "register_family"]
@@ -116,7 +117,7 @@ def _from_cuda_interface(array: Any) -> Buffer:
     device = getattr(array, "device", None)
     index = getattr(device, "id", device if isinstance(device, int) else None)
     if index is None:
-        index = max(0, devices.runtime("cuda").device_of(int(pointer))) if pointer else 0
+        index = max(0, runtimes.runtime("cuda").device_of(int(pointer))) if pointer else 0
     stream = cai.get("stream") or 0
     if stream == LEGACY_STREAM:
         stream = 0
@@ -262,7 +263,7 @@ def _from_dlpack(array: Any) -> Buffer:
 
 
 def _sycl() -> Any:
-    return devices.runtime("xpu")
+    return runtimes.runtime("xpu")
 
 
 def _from_usm_interface(array: Any) -> Buffer:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.net import logs
+from unicoll.process import logs
 
 Flat = npt.NDArray[Any]
 Convert = Callable[[Flat, Flat], None]

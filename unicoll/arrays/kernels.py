@@ -177,19 +177,20 @@ class Kernel:
 
 
 class ExactKernel(Kernel):
-    """EXACT_SUM or EXACT_AVG of one element type (:mod:`unicoll.arrays.exact_sum`)."""
+    """EXACT_SUM or EXACT_AVG of one element type (:mod:`unicoll.arrays.exact_arithmetic`)."""
 
     at_once = True
 
     def __init__(self, dtype: DType, op: Reduction) -> None:
-        from unicoll.arrays import exact_sum  # not at import: it loads the C library
+        # Not at import: it loads the C library.
+        from unicoll.arrays import exact_arithmetic
 
         super().__init__(dtype, ReduceOp.AVG if op == ReduceOp.EXACT_AVG else ReduceOp.SUM)
         self.plain = False
         self.ufunc = _refuse
         self._part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else None
-        self._sum = exact_sum.Summation(self._part or self.storage, self._half, self.average)
-        self._unify_nans = exact_sum.unify_nans
+        self._sum = exact_arithmetic.Summation(self._part or self.storage, self._half, self.average)
+        self._unify_nans = exact_arithmetic.unify_nans
         self._of_two = Kernel(dtype, ReduceOp.SUM)
 
     def combine(self, contributions: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from unicoll.arrays import devices
 from unicoll.arrays.buffer import (
     Adapter,
     Buffer,
@@ -25,6 +24,7 @@ from unicoll.arrays.buffer import (
     register_current_stream,
 )
 from unicoll.arrays.types import ALL_DTYPES, Device, DType
+from unicoll.devices import runtimes
 from unicoll.errors import DistTypeError
 
 
@@ -181,7 +181,7 @@ def _cuda_stream(torch: Any, index: int) -> Callable[[], int]:
 
 
 def _xpu_stream(torch: Any, index: int) -> Callable[[], int]:
-    current_stream = getattr(devices.runtime("xpu"), "current_stream", None)
+    current_stream = getattr(runtimes.runtime("xpu"), "current_stream", None)
     if current_stream is None:
         raise DistTypeError(
             "tensors on xpu cannot be communicated: dpctl's devices were used before torch was imported;"

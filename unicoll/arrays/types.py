@@ -194,7 +194,7 @@ class ReduceOp(metaclass=_Names):
     accumulate in float32.
     For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
     ``EXACT_SUM`` and ``EXACT_AVG`` are the sum of exact arithmetic, rounded once, for float16, bfloat16, float32,
-    float64 and complex numbers: the same bits in every order (:mod:`unicoll.arrays.exact_sum`).
+    float64 and complex numbers: the same bits in every order (:mod:`unicoll.arrays.exact_arithmetic`).
 
     NCCL has its own arithmetic (docs/gpu.md): a NaN is dropped by MIN and MAX, and float16, bfloat16 and float8 are
     rounded after every addition.

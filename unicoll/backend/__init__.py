@@ -1,6 +1,7 @@
 """What backends implement and share. A third-party backend imports its interface from here.
 
-:mod:`unicoll.backend.contract` describes it; docs/writing-a-backend.md builds a backend with it.
+:mod:`unicoll.backend.contract` describes it; docs/writing-a-backend.md builds a backend with it. ``host/`` is what
+backends of host arrays share, ``connections/`` their sockets.
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from unicoll.backend.call import Call, OneSidedCall
 from unicoll.backend.contract import Backend, Caps, Context, Job, Registration
+from unicoll.calls.call import Call, OneSidedCall
 
 if TYPE_CHECKING:
-    from unicoll.backend.host_backend import HostBackend
-    from unicoll.backend.inbox import Inbox
-    from unicoll.backend.member_connections import MemberConnections
+    from unicoll.backend.connections import MemberConnections
+    from unicoll.backend.host import HostBackend, Inbox
 
 __all__ = [
     "Backend",
@@ -29,7 +29,7 @@ __all__ = [
     "Registration",
 ]
 
-_LAZY = {"HostBackend": "host_backend", "Inbox": "inbox", "MemberConnections": "member_connections"}
+_LAZY = {"HostBackend": "host", "Inbox": "host", "MemberConnections": "connections"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,14 +4,14 @@ A backend serves one process group. It is created from a :class:`Context` and ge
 are contiguous and whose arguments have been checked.
 
 **Required** are a class attribute ``name`` and three methods: ``post`` (starts calls and returns a
-:class:`~unicoll.backend.work.Completion`), ``abort`` and ``close``. Everything else has a default. A backend of arrays
-in host memory derives from :class:`~unicoll.backend.host_backend.HostBackend`, which gives it order, numbers,
+:class:`~unicoll.calls.work.Completion`), ``abort`` and ``close``. Everything else has a default. A backend of arrays
+in host memory derives from :class:`~unicoll.backend.host.host_backend.HostBackend`, which gives it order, numbers,
 asynchronous calls and fallbacks; instead of ``post`` it defines ``execute``, which does one call and blocks.
 
 **Operations.** ``caps.native`` names the operations that the backend has. At least ``send`` and ``recv``, or one
 collective that moves data (``broadcast``, ``all_gather`` or ``all_gather_into_tensor``) must be among them: a
-collective that is not native runs as a fallback (:mod:`unicoll.backend.fallbacks`) over those. Where that is not
-possible the call is refused with BackendUnavailableError. :class:`~unicoll.backend.ops.Op` describes the inputs and
+collective that is not native runs as a fallback (:mod:`unicoll.backend.host.fallbacks`) over those. Where that is not
+possible the call is refused with BackendUnavailableError. :class:`~unicoll.calls.ops.Op` describes the inputs and
 outputs of each operation.
 
 **A call.** A backend reads ``call.inputs`` and writes ``call.outputs`` through ``Buffer.flat`` (CPU) or
@@ -44,15 +44,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import DType, Reduction
-from unicoll.backend.call import Call, OneSidedCall
-from unicoll.backend.options import CallOptions
+from unicoll.calls.call import Call, OneSidedCall
+from unicoll.calls.options import CallOptions
 from unicoll.errors import BackendUnavailableError, DistError
 
 if TYPE_CHECKING:
-    from unicoll.backend.flight_recorder import PendingEntry
-    from unicoll.backend.host_backend import HostBackend
-    from unicoll.backend.ops import Op
-    from unicoll.backend.work import Completion
+    from unicoll.calls.flight_recorder import PendingEntry
+    from unicoll.calls.ops import Op
+    from unicoll.calls.work import Completion
     from unicoll.net.control.client import ControlClient
     from unicoll.net.stores import Store
 
@@ -283,12 +282,12 @@ class Backend(ABC):
     """True if the ranks compare their calls before data moves. Then the backend also gets a gather or scatter whose
     list the root has refused (:attr:`Call.refused`), in the place of the call: the others' calls raise, and the group
     stays usable. Otherwise such a refusal fails the group. See
-    :func:`unicoll.backend.size_agreement.exchange_sizes`."""
+    :func:`unicoll.backend.host.size_agreement.exchange_sizes`."""
     fake: ClassVar[bool] = False
-    """True for a backend that exchanges nothing (:mod:`unicoll.backend.fake`)."""
+    """True for a backend that exchanges nothing (:mod:`unicoll.backend.host.fake`)."""
     stages: ClassVar[bool] = False
-    """True for a :class:`~unicoll.backend.host_backend.HostBackend`: arrays of a GPU can be served through host memory
-    (:mod:`unicoll.staging.backend`)."""
+    """True for a :class:`~unicoll.backend.host.host_backend.HostBackend`: arrays of a GPU can be served through host
+    memory (:mod:`unicoll.staging.backend`)."""
 
     creator: type[Backend] | None = None
     """The class whose :meth:`create` makes the backends of further groups; None: this object's."""
@@ -296,9 +295,9 @@ class Backend(ABC):
     is_protected: bool = False
     """True if what it sends between hosts has a MAC or is encrypted."""
 
-    companion: ClassVar[str] = ""
+    delegate: ClassVar[str] = ""
     """Name of a backend of host arrays that each group has in addition if its ranks are on one host; see
-    :meth:`set_companion`."""
+    :meth:`set_delegate`."""
 
     @classmethod
     def availability(cls) -> str | None:
@@ -447,14 +446,14 @@ class Backend(ABC):
         """True if it may use the arrays of a call that has just failed until the process ends."""
         return False
 
-    def set_companion(self, backend: Any) -> None:  # noqa: B027 - optional
-        """Called once after :meth:`create` with the group's backend of the name :attr:`companion`.
+    def set_delegate(self, backend: Any) -> None:  # noqa: B027 - optional
+        """Called once after :meth:`create` with the group's backend of the name :attr:`delegate`.
 
         ``backend`` gets only the calls that this backend passes to it, and is closed after this one.
         """
 
     @property
-    def executing_backend(self) -> HostBackend | None:
+    def executing_backend(self) -> Backend | None:
         """The backend of host arrays that executes its calls one after another; None if the library does."""
         return None
 

@@ -12,8 +12,8 @@ from unicoll.backend import operation_errors
 from unicoll.errors import DistError, GroupAbortedError
 
 if TYPE_CHECKING:
-    from unicoll.backend.call import Call, EndedCall
     from unicoll.backend.contract import Context
+    from unicoll.calls.call import Call, EndedCall
 
 TICK_S = 0.1
 """How often a thread that waits checks the group and the deadline."""

@@ -1,4 +1,4 @@
-"""Base of the backends whose calls the wait monitor observes (:mod:`unicoll.backend.wait_monitor`)."""
+"""Base of the backends whose calls the wait monitor observes (:mod:`unicoll.diagnosis.wait_monitor`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import FrameType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from unicoll.backend import operation_errors
-from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.group_state import GroupState
 from unicoll.backend.operation_errors import Report
-from unicoll.backend.work import HostCompletion
+from unicoll.calls.call import Call
+from unicoll.calls.work import HostCompletion
 from unicoll.errors import DistError
 from unicoll.net.control.wait_graph import MessageState, backend_group_of
 
@@ -93,7 +93,7 @@ class ObservedBackend(Backend):
 
     def awaited_in(self, frame: FrameType) -> Call | None:
         """The call that a thread waits for in its innermost frame; None if it is in none of this backend, or if
-        :mod:`unicoll.backend.thread_activity` has it."""
+        :mod:`unicoll.calls.thread_activity` has it."""
         return None
 
     def operation(self, call: Call) -> Operation | None:

@@ -14,9 +14,8 @@ from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any
 
 from unicoll.arrays.types import ALL_DTYPES
-from unicoll.backend.flight_recorder import site_of
-from unicoll.backend.thread_activity import Activity, entries
-from unicoll.backend.thread_frames import ThreadFrames, outwards
+from unicoll.calls.flight_recorder import site_of
+from unicoll.calls.thread_activity import Activity, entries
 from unicoll.errors import (
     AuthenticationError,
     CollectiveMismatchError,
@@ -27,14 +26,15 @@ from unicoll.errors import (
     OperationTimeoutError,
     RankLostError,
 )
-from unicoll.net import logs
-from unicoll.net.excepthook import PACKAGES
-from unicoll.net.interfaces import check_loopback
+from unicoll.net.wire.interfaces import check_loopback
+from unicoll.process import logs
+from unicoll.process.excepthook import PACKAGES
+from unicoll.process.thread_frames import ThreadFrames, outwards
 
 if TYPE_CHECKING:
-    from unicoll.backend.call import Call, EndedCall
     from unicoll.backend.contract import Context
-    from unicoll.net.records import TamperedError
+    from unicoll.calls.call import Call, EndedCall
+    from unicoll.net.wire.records import TamperedError
 
 _SHOWN = 64
 """Maximum number of ranks that an error lists."""

@@ -24,7 +24,7 @@ from unicoll.bench.values import REDOPS
 from unicoll.bootstrap import launchers
 from unicoll.errors import DistArgumentError
 from unicoll.group import registry
-from unicoll.net.formatting import command
+from unicoll.process.formatting import command
 from unicoll.run.flags import OneLineParser
 
 TYPES: dict[str, str] = {

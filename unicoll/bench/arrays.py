@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.arrays import devices
 from unicoll.arrays.conversion import as_buffer
-from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.types import DType
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import DeviceRuntime
 from unicoll.staging.pinned_pool import PinnedBlock
 from unicoll.testing.reference import numpy_dtype
 
@@ -82,7 +82,7 @@ class BenchArrays:
             runtime.unpin(pinned.ptr)
 
     def _runtime(self) -> DeviceRuntime:
-        return devices.runtime(self.device.partition(":")[0])
+        return runtimes.runtime(self.device.partition(":")[0])
 
     def _current_stream(self) -> int:
         return self._stream() if self._stream is not None else 0

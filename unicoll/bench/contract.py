@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import unicoll as dist
-from unicoll.arrays import devices
 from unicoll.arrays.types import DType
 from unicoll.bench.arrays import BenchArrays, Unsupported, family
 from unicoll.bench.operations import CallRank, Counts, Operation
+from unicoll.devices import runtimes
 
 Call = Callable[[], Any]
 Made = TypeVar("Made")
@@ -122,7 +122,7 @@ class Contender(ABC):
 
 def use_device(job: BenchJob, kind: str = "cuda") -> str:
     """Select this rank's device in its runtime and the array libraries; returns ``"cuda:N"`` or ``"xpu:N"``."""
-    runtime = devices.runtime(kind)
+    runtime = runtimes.runtime(kind)
     index = job.local_rank % runtime.device_count()
     runtime.set_device(index)
     if find_spec("torch") is not None:

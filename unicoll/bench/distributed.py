@@ -14,10 +14,10 @@ import numpy as np
 
 import unicoll as dist
 from unicoll.arrays.types import DType
-from unicoll.backend.ops import Arity
 from unicoll.bench.arrays import BenchArrays, Unsupported, numpy_type, torch_array
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong, use_device
 from unicoll.bench.values import FACTOR
+from unicoll.calls.ops import Arity
 from unicoll.group import registry
 
 _REDUCTIONS = {

@@ -34,7 +34,7 @@ from unicoll.bench.arrays import BenchArrays, Unsupported, storage_array
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
 from unicoll.bench.distributed import own_address
 from unicoll.bench.operations import IN, Operation
-from unicoll.net import environment
+from unicoll.process import environment
 
 _LINE = 16
 """Flags of 8 bytes from one rank's to the next one's: two cache lines."""

@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import Any
 
 from unicoll.arrays.types import DType
-from unicoll.backend.ops import Arity
 from unicoll.bench.arrays import BenchArrays, Unsupported, storage_array
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
 from unicoll.bench.operations import IN, OUT, Operation
 from unicoll.bootstrap import launchers
+from unicoll.calls.ops import Arity
 from unicoll.group import registry
 
 

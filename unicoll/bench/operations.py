@@ -3,7 +3,7 @@
 An operation defines how the size is divided among the ranks, the factor from algorithm to bus bandwidth
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), and the data that each rank sends and
 receives. Data is described as *source ranges*: elements of one rank's source data, or of the reduction
-of all ranks' source data. For collectives this follows from their rows of :data:`unicoll.backend.ops.OPS`, and what
+of all ranks' source data. For collectives this follows from their rows of :data:`unicoll.calls.ops.OPS`, and what
 they deliver from :mod:`unicoll.testing.reference`.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.backend.ops import OPS, Arity, Op, Sizes
+from unicoll.calls.ops import OPS, Arity, Op, Sizes
 from unicoll.testing import reference
 
 IN, OUT = "in_place", "out_of_place"

@@ -19,7 +19,7 @@ from unicoll.bench.args import short
 from unicoll.bench.contenders import label
 from unicoll.bench.operations import OPERATIONS
 from unicoll.bench.table import compared_result, time_us
-from unicoll.net.files import write_whole
+from unicoll.process.files import write_whole
 
 _STYLES = (
     ("o", "-", "#000000"),

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.arrays import devices
 from unicoll.bench.args import BenchOptions
 from unicoll.bench.arrays import device_index
 from unicoll.bench.contract import Contender
 from unicoll.bench.mpi import library
-from unicoll.net.files import write_whole
+from unicoll.devices import runtimes
+from unicoll.process.files import write_whole
 
 _FORMAT = 1
 """Version of nccl-tests' JSON format."""
@@ -85,7 +85,7 @@ def device(rank: int, contenders: Sequence[Contender]) -> dict[str, Any]:
     used = [c.device for c in contenders if c.device != "cpu"]
     if used:
         index = device_index(used[0])
-        found = devices.runtime(used[0].partition(":")[0]).facts(index)
+        found = runtimes.runtime(used[0].partition(":")[0]).facts(index)
         bus, info = found.bus, found.name
     return {
         "rank": rank,
@@ -126,7 +126,7 @@ def begin(
         "env": _environment(),
         "nccl_version": 0,
         "config": _config(options),
-        "devices": devices,
+        "devices": runtimes,
         "operation": options.op.name,
         "program": options.op.program,
         "ranks": ranks,

@@ -17,7 +17,7 @@ from unicoll.bench.contenders import label, open_contenders
 from unicoll.bench.contract import BenchCase
 from unicoll.bench.measure import Series, Stats, attempt, check, measure
 from unicoll.bench.operations import IN, OUT
-from unicoll.net.formatting import print_text
+from unicoll.process.formatting import print_text
 
 _PLACES = {"both": (OUT, IN), "out": (OUT,), "in": (IN,)}
 _OVER_RANKS = ("of rank 0", "average over {n} ranks", "minimum of {n} ranks", "maximum of {n} ranks")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from unicoll.bootstrap.launcher_table import LAUNCHERS, TORCH_STYLE, Environ, LauncherRow
 from unicoll.errors import DistArgumentError
-from unicoll.net.environment import OF_A_LAUNCHER
+from unicoll.process.environment import OF_A_LAUNCHER
 
 if TYPE_CHECKING:
     from unicoll.bootstrap.launchers import LaunchInfo

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from unicoll.arrays import devices
 from unicoll.bootstrap import launchers
+from unicoll.devices import runtimes
 from unicoll.errors import DistError
 from unicoll.group import registry
-from unicoll.net import interfaces
-from unicoll.net.secret import find_secret
+from unicoll.net.wire import interfaces
+from unicoll.net.wire.secret import find_secret
 
 
 def lines(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -22,14 +22,14 @@ def lines(environ: Mapping[str, str] = os.environ) -> list[str]:
     except DistError as e:
         found.append(f"secret: {e}")
     found += [registry.status_line(name) for name in registry.backend_names()]
-    return found + [line for device_type in devices.DEVICE_TYPES for line in _devices(device_type)]
+    return found + [line for device_type in runtimes.DEVICE_TYPES for line in _devices(device_type)]
 
 
 def _devices(device_type: str) -> list[str]:
     """The runtime and each device of a type; empty without devices, since the backend's line has the reason."""
-    if devices.reason_against(device_type) is not None:
+    if runtimes.reason_against(device_type) is not None:
         return []
-    runtime = devices.runtime(device_type)
+    runtime = runtimes.runtime(device_type)
     try:
         count = runtime.device_count()
         found = [f"{runtime.description}: {count} device{'s' if count != 1 else ''}"]

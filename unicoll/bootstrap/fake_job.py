@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 
 from unicoll.bootstrap.rendezvous import Rendezvous, members, parse_init_method
-from unicoll.net.secret import Secret, new_key
 from unicoll.net.stores import HashStore, PrefixStore
+from unicoll.net.wire.secret import Secret, new_key
 
 override: str | None = None
 """Name of the backend of ``init_process_group``, whatever the program asks for; None for the program's own. For

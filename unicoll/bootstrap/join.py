@@ -13,27 +13,27 @@ from functools import lru_cache
 from typing import Any
 
 from unicoll.backend.contract import Job
-from unicoll.backend.delivery import mark_delivered
-from unicoll.backend.wait_monitor import WaitMonitor
 from unicoll.bootstrap import enclosing_jobs, fake_job, mpi_launch
-from unicoll.bootstrap.flight_dump import FlightDumper
 from unicoll.bootstrap.mpi_launch import MPIJobStart
 from unicoll.bootstrap.rendezvous import Rendezvous, gives_members, refuse_protection, rendezvous
 from unicoll.bootstrap.rendezvous_protocol import MIN_SECONDS, StoreLocation
 from unicoll.bootstrap.termination import raise_before_sigterm
+from unicoll.calls.error_marks import mark_delivered
+from unicoll.diagnosis.flight_dump import FlightDumper
+from unicoll.diagnosis.wait_monitor import WaitMonitor
 from unicoll.errors import DistError
 from unicoll.group import backend_choice, registry
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
-from unicoll.net import debug_level, environment, excepthook, fork_safety, logs
 from unicoll.net.control.client import ControlClient, StaleRendezvousError
 from unicoll.net.control.departures import publish_refusal
-from unicoll.net.formatting import backend_text, printable_line
-from unicoll.net.received_json import parse
-from unicoll.net.secret import Secret
+from unicoll.net.objects.received_json import parse
 from unicoll.net.stores import Store
 from unicoll.net.stores.signed import SignedStore
-from unicoll.net.timeouts import seconds_left
+from unicoll.net.wire.secret import Secret
+from unicoll.process import debug_level, environment, excepthook, fork_safety, logs
+from unicoll.process.formatting import backend_text, printable_line
+from unicoll.process.timeouts import seconds_left
 
 log = logs.logger("job")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from unicoll.bootstrap.enclosing_jobs import ancestors, own_environment
 from unicoll.bootstrap.launcher_table import LAUNCHERS, TORCH_STYLE, Environ, LauncherRow, first_set
 from unicoll.errors import DistArgumentError
-from unicoll.net.interfaces import parse_port
+from unicoll.net.wire.interfaces import parse_port
 
 PORT_BASE = 20000
 """First port derived from a job's id; the last one is below 32768, where Linux's ephemeral ports begin."""

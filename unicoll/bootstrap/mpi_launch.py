@@ -11,9 +11,9 @@ from unicoll.bootstrap import launchers
 from unicoll.bootstrap.launchers import LaunchInfo
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 from unicoll.group import backend_choice, registry
-from unicoll.net import logs
 from unicoll.net.stores import Store
-from unicoll.net.timeouts import seconds_left
+from unicoll.process import logs
+from unicoll.process.timeouts import seconds_left
 
 log = logs.logger("mpi")
 

@@ -29,15 +29,15 @@ from unicoll.errors import (
     RankLostError,
     StoreTimeoutError,
 )
-from unicoll.net import logs
 from unicoll.net.control.departures import ENDED_KEY
-from unicoll.net.formatting import ranks_text
-from unicoll.net.join_warnings import warn_while_waiting
-from unicoll.net.received_json import foreign_value, from_store
+from unicoll.net.control.join_warnings import warn_while_waiting
+from unicoll.net.objects.received_json import foreign_value, from_store
 from unicoll.net.stores import PrefixStore, Store
 from unicoll.net.stores.base import seconds_of
 from unicoll.net.stores.signed import SignedStore
-from unicoll.net.timeouts import Timeout, seconds_left
+from unicoll.process import logs
+from unicoll.process.formatting import ranks_text
+from unicoll.process.timeouts import Timeout, seconds_left
 
 log = logs.logger("job")
 

@@ -24,11 +24,12 @@ from unicoll.bootstrap.store_locations import (
     TCPLocation,
 )
 from unicoll.errors import DistArgumentError
-from unicoll.net import environment, interfaces, logs
 from unicoll.net.control.departures import exit_key
-from unicoll.net.join_warnings import warn_while_waiting
-from unicoll.net.secret import Secret, find_secret
+from unicoll.net.control.join_warnings import warn_while_waiting
 from unicoll.net.stores import PrefixStore, Store
+from unicoll.net.wire import interfaces
+from unicoll.net.wire.secret import Secret, find_secret
+from unicoll.process import environment, logs
 
 log = logs.logger("job")
 

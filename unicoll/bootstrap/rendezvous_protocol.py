@@ -34,14 +34,15 @@ from unicoll.errors import (
     DistStoreError,
     StoreTimeoutError,
 )
-from unicoll.net import interfaces, logs
 from unicoll.net.control.departures import publish_refusal
-from unicoll.net.formatting import printable_line
-from unicoll.net.handshake import NoAnswerError
-from unicoll.net.secret import Key, OwnUserKey, Secret, new_key
 from unicoll.net.stores import PrefixStore, Store
 from unicoll.net.stores.signed import SignedStore
-from unicoll.net.timeouts import backoff, seconds_left
+from unicoll.net.wire import interfaces
+from unicoll.net.wire.handshake import NoAnswerError
+from unicoll.net.wire.secret import Key, OwnUserKey, Secret, new_key
+from unicoll.process import logs
+from unicoll.process.formatting import printable_line
+from unicoll.process.timeouts import backoff, seconds_left
 
 log = logs.logger("rendezvous")
 

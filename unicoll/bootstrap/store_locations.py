@@ -11,10 +11,10 @@ from urllib.parse import SplitResult, parse_qsl, urlencode
 
 from unicoll.bootstrap.rendezvous_protocol import MIN_SECONDS, JobRecord, StoreLocation, was_used
 from unicoll.errors import DistArgumentError, DistError, DistNetworkError
-from unicoll.net import interfaces
-from unicoll.net.secret import Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
-from unicoll.net.timeouts import backoff, seconds_left
+from unicoll.net.wire import interfaces
+from unicoll.net.wire.secret import Secret
+from unicoll.process.timeouts import backoff, seconds_left
 
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 

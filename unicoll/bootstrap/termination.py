@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from unicoll.backend.contract import Job
-from unicoll.net import signal_thread
+from unicoll.process import signal_thread
 
 _NOTICE_S = 0.5
 """How long the notice that a rank has ended may take to arrive."""

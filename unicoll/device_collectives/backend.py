@@ -5,8 +5,8 @@ asynchronous call goes on the group's own stream, after an event that the caller
 caller's stream wait for an event at its end.
 
 The parts of the backend are modules of this package: ``group_resources`` (what the group has once it has connected),
-``in_flight`` (operations and the arrays that they keep alive), ``stream_order``, ``supervision`` (deadlines, failure,
-teardown) and ``memory.group_memory``.
+``in_flight`` (operations and the arrays that they keep alive), ``stream_order``, ``failure_detection`` (deadlines,
+failure, teardown) and ``memory.group_memory``.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from unicoll.arrays.device_runtime import LEGACY_STREAM, DeviceRuntime, on_device
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Backend, Call, Context, OneSidedCall
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.ops import OPS
-from unicoll.backend.options import CallOptions, Options, as_options
-from unicoll.backend.work import Completion
+from unicoll.calls.ops import OPS
+from unicoll.calls.options import CallOptions, Options, as_options
+from unicoll.calls.work import Completion
 from unicoll.device_collectives.communicators import resizing
 from unicoll.device_collectives.communicators.communicator import Communicator
 from unicoll.device_collectives.communicators.devices import bound_device
 from unicoll.device_collectives.communicators.factory import CommunicatorFactory
 from unicoll.device_collectives.communicators.unique_id import Origin, member_facts
+from unicoll.device_collectives.failure_detection import FailureDetection
 from unicoll.device_collectives.group_resources import SCRATCH_BYTES, GroupResources
 from unicoll.device_collectives.in_flight import PendingWork
 from unicoll.device_collectives.interface import CollectiveLibrary, Config, describe
 from unicoll.device_collectives.memory.one_sided import check_one_sided, no_window
 from unicoll.device_collectives.memory.registered_memory import RegisteredMemory, regions_of
-from unicoll.device_collectives.memory.symmetric import DeviceArray
+from unicoll.device_collectives.memory.symmetric_memory import DeviceArray
 from unicoll.device_collectives.operations import OPERATIONS, batch, check_algorithm, check_options
 from unicoll.device_collectives.stream_completion import StreamCompletion
 from unicoll.device_collectives.stream_order import other_streams
-from unicoll.device_collectives.supervision import Supervision
+from unicoll.devices.device_runtime import LEGACY_STREAM, DeviceRuntime, on_device
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
-from unicoll.net import logs
+from unicoll.process import logs
 
 _SENDS_AND_RECEIVES = frozenset(("send", "recv"))
 _STORE_S = 2.0
@@ -57,7 +57,7 @@ class DeviceBackend(Backend):
         native: the library.
         runtime: of the group's device.
         resources: what the group has on its device, or None until it has connected.
-        supervision: deadlines, failure and teardown.
+        detection: deadlines, failure and teardown.
         can_split: True if all members connected when the group was made, so that it can be split.
     """
 
@@ -71,11 +71,9 @@ class DeviceBackend(Backend):
         self._lock = threading.RLock()
         self._sequence = 0
         self._options = as_options(context.options)
-        self.supervision = Supervision(self._state, self._lock)
+        self.detection = FailureDetection(self._state, self._lock)
         config = self.configure(self._options)
-        self._factory = CommunicatorFactory(
-            context, self.native, self.runtime, config, self.supervision.check
-        )
+        self._factory = CommunicatorFactory(context, self.native, self.runtime, config, self.detection.check)
         if not connect:
             return
         bound = bound_device(context, self.runtime, context.explicit)
@@ -133,13 +131,13 @@ class DeviceBackend(Backend):
 
     def _connect(self, device: int, deadline: float) -> GroupResources:
         """Make the communicator; all members do so, at their first operation or when the group is made."""
-        with on_device(self.runtime, device), self.supervision.failing_group("connecting"):
+        with on_device(self.runtime, device), self.detection.failing_group("connecting"):
             return self._adopt(self._factory.init(device, deadline))
 
     def _connect_split(self, parent: DeviceBackend, resources: GroupResources, deadline: float) -> None:
         with on_device(self.runtime, resources.device):
-            with parent._lock, parent.supervision.failing_group("splitting"):
-                parent.supervision.await_idle("splitting", self.context.timeout)
+            with parent._lock, parent.detection.failing_group("splitting"):
+                parent.detection.await_idle("splitting", self.context.timeout)
                 comm = self._factory.split(resources.comm, deadline)
             if comm is not None:
                 self._adopt(comm)
@@ -150,10 +148,8 @@ class DeviceBackend(Backend):
         high_priority = self._options.high_priority is not False
         blocking = self._factory.config.blocking
         try:
-            resources = GroupResources(
-                comm, self._state, high_priority, blocking, self.supervision.sweep_often
-            )
-            self.supervision.start(resources)
+            resources = GroupResources(comm, self._state, high_priority, blocking, self.detection.sweep_often)
+            self.detection.start(resources)
         except BaseException:
             comm.abort()
             raise
@@ -184,17 +180,17 @@ class DeviceBackend(Backend):
         if self.can_split and self._state.error is None and self.resources is not None:
             deadline = time.monotonic() + self.context.timeout
             device = on_device(self.runtime, self.resources.device)
-            with self._lock, device, self.supervision.failing_group("splitting"):
-                self.supervision.await_idle("splitting", self.context.timeout)
+            with self._lock, device, self.detection.failing_group("splitting"):
+                self.detection.await_idle("splitting", self.context.timeout)
                 self._factory.leave_out(self.resources.comm, deadline)
         return None
 
     def shrink(self, context: Context, excluded: Sequence[int]) -> DeviceBackend:
-        self.supervision.await_abort()
+        self.detection.await_abort()
         made = type(self)(context, connect=False)
         deadline = time.monotonic() + context.timeout
         parent = self.resources.comm if self.resources is not None else None
-        with made.supervision.failing_group("shrinking"):
+        with made.detection.failing_group("shrinking"):
             decision = resizing.decide_shrink(context, parent, deadline)
             if parent is not None and decision == resizing.RESIZE:
                 with on_device(self.runtime, parent.device):
@@ -212,7 +208,7 @@ class DeviceBackend(Backend):
             parent = None
             if self.resources is not None:
                 parent = self.resources.comm
-                self.supervision.await_idle("growing", context.timeout)
+                self.detection.await_idle("growing", context.timeout)
             decision = resizing.decide_growth(context, parent)
             if parent is not None:
                 made._connect_grown(decision, parent.device, deadline, parent)
@@ -232,7 +228,7 @@ class DeviceBackend(Backend):
         self, decision: str, device: int, deadline: float, parent: Communicator | None
     ) -> None:
         if decision == resizing.RESIZE:
-            with on_device(self.runtime, device), self.supervision.failing_group("growing"):
+            with on_device(self.runtime, device), self.detection.failing_group("growing"):
                 self._adopt(self._factory.grow(parent, device, deadline))
         else:
             self._connect(device, deadline)
@@ -402,7 +398,7 @@ class DeviceBackend(Backend):
             if self.resources is None:
                 raise self._no_device("symmetric_empty")
             deadline = time.monotonic() + self.context.timeout
-            with on_device(self.runtime, self.resources.device), self.supervision.failing_group():
+            with on_device(self.runtime, self.resources.device), self.detection.failing_group():
                 return self.resources.memory.allocate(shape, dtype, deadline)
 
     def register(self, memory: Any, symmetric: bool) -> RegisteredMemory:
@@ -413,17 +409,17 @@ class DeviceBackend(Backend):
             resources = self.resources or self._connect(regions[0].device, deadline)
             if regions[0].device != resources.device:
                 raise self._other_device(resources, "register", regions[0].device)
-            with on_device(self.runtime, resources.device), self.supervision.failing_group():
+            with on_device(self.runtime, resources.device), self.detection.failing_group():
                 return resources.memory.register(memory, regions, symmetric, deadline, self._unregister)
 
     def _unregister(self, registered: RegisteredMemory) -> None:
         """Wait for the operations in flight, which may use the memory, and deregister it."""
         resources = self.resources
         assert resources is not None
-        self.supervision.await_abort()
+        self.detection.await_abort()
         with self._lock:
             if self._state.error is None:
-                self.supervision.await_idle(f"closing {registered!r}", self.context.timeout)
+                self.detection.await_idle(f"closing {registered!r}", self.context.timeout)
             with on_device(self.runtime, resources.device):
                 resources.memory.remove(registered)
 
@@ -447,7 +443,7 @@ class DeviceBackend(Backend):
         self._state.abort(error)
 
     def close(self) -> None:
-        self.supervision.close()
+        self.detection.close()
 
     # --- description ----------------------------------------------------------------------------------------------
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.device_runtime import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, DeviceRuntime, backoff
-from unicoll.backend import Call, flight_recorder
-from unicoll.backend.flight_recorder import PendingEntry
+from unicoll.backend import Call
 from unicoll.backend.group_state import GroupState
+from unicoll.calls import flight_recorder
+from unicoll.calls.flight_recorder import PendingEntry
 from unicoll.device_collectives.stream_order import StreamOrder
+from unicoll.devices.device_runtime import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, DeviceRuntime, backoff
 from unicoll.errors import DistError
 
 _FINISH_LOCK = threading.RLock()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from unicoll.arrays.types import DType, Reduction
-from unicoll.backend.options import CallOptions
+from unicoll.calls.options import CallOptions
 from unicoll.errors import DistError
 
 SUCCESS = 0

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from unicoll.arrays.shared_library import SharedLibrary
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.errors import BackendUnavailableError, DistError
+from unicoll.process.shared_library import SharedLibrary
 
 
 class LibraryLocator:

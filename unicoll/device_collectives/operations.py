@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from unicoll.backend import Call
-from unicoll.backend.options import CallOptions
+from unicoll.calls.options import CallOptions
 from unicoll.device_collectives.communicators.communicator import AnyCommunicator
 from unicoll.device_collectives.interface import AVG, SUM, CollectiveLibrary, NativeReduction
 from unicoll.device_collectives.memory.one_sided import ONE_SIDED

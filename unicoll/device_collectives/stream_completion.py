@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from unicoll.arrays.device_runtime import PER_THREAD_STREAM, SPIN_S, backoff
 from unicoll.backend import Call
-from unicoll.backend.flight_recorder import PendingEntry
-from unicoll.backend.work import Completion
+from unicoll.calls.flight_recorder import PendingEntry
+from unicoll.calls.work import Completion
 from unicoll.device_collectives.in_flight import InFlight, PendingWork
+from unicoll.devices.device_runtime import PER_THREAD_STREAM, SPIN_S, backoff
 from unicoll.errors import OperationTimeoutError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from unicoll.arrays.device_runtime import PER_THREAD_STREAM, DeviceRuntime, on_device
 from unicoll.backend import Call
+from unicoll.devices.device_runtime import PER_THREAD_STREAM, DeviceRuntime, on_device
 
 _NO_CONTEXT = nullcontext()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from unicoll.net.formatting import command
+from unicoll.process.formatting import command
 
 __all__ = ["main"]
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"argument --deadline: {options.deadline:g} is not a valid number of seconds")
     from unicoll.doctor import host, output, probes, software
     from unicoll.doctor.hints import hints, status
-    from unicoll.net.formatting import print_text
+    from unicoll.process.formatting import print_text
 
     launched = host.launched_or_none()
     if launched is not None:

@@ -14,10 +14,10 @@ from unicoll.bootstrap import launchers
 from unicoll.bootstrap.launchers import LaunchInfo
 from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import DistArgumentError, DistError
-from unicoll.net import environment
-from unicoll.net import interfaces as net
-from unicoll.net.host_identity import boot_id
-from unicoll.net.secret import find_secret
+from unicoll.net.wire import interfaces as net
+from unicoll.net.wire.secret import find_secret
+from unicoll.process import environment
+from unicoll.process.host_identity import boot_id
 
 SHM = "/dev/shm"
 SYS = "/sys"
@@ -250,7 +250,7 @@ def _shown(name: str, value: str) -> str:
 
 
 def _invalid() -> Iterator[str]:
-    """Errors of :func:`unicoll.net.environment.check` for each variable."""
+    """Errors of :func:`unicoll.process.environment.check` for each variable."""
     for name, value in os.environ.items():
         if name in (*environment.FLAGS, *environment.CHOICES, *environment.NUMBERS):
             try:

@@ -18,8 +18,8 @@ from unicoll.doctor.output import dumped, entry, hint_lines
 from unicoll.doctor.pairs import PairSummary, RankPair
 from unicoll.doctor.probes import Facts
 from unicoll.group import registry
-from unicoll.net import interfaces
-from unicoll.net.formatting import print_text, ranks_text
+from unicoll.net.wire import interfaces
+from unicoll.process.formatting import print_text, ranks_text
 
 Key = TypeVar("Key", bound=Hashable)
 Summaries = Mapping[str, PairSummary]

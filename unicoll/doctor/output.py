@@ -10,7 +10,7 @@ from typing import Any
 
 import unicoll
 from unicoll.doctor.hints import Hint, Sections, status
-from unicoll.net import interfaces
+from unicoll.net.wire import interfaces
 
 LAYOUT = 1
 """Version of the JSON layout; it increases when a key is removed or changes its meaning."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn, cast
 
-from unicoll.net.formatting import signal_name
+from unicoll.process.formatting import signal_name
 
 Facts = dict[str, Any]
 Probe = Callable[[], Iterator[Facts]]

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unicoll.arrays import devices
+from unicoll.devices import runtimes
 from unicoll.doctor.host import launched_or_none
 from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import BackendUnavailableError
 from unicoll.group import backend_choice, registry
-from unicoll.net.formatting import backend_text
+from unicoll.process.formatting import backend_text
 from unicoll.run.mpirun import mpirun, mpirun_path
 
 MAPS = "/proc/self/maps"
@@ -92,8 +92,8 @@ def _cupy() -> Iterator[Facts]:
         name, built = "CUDA", f"{runtime // 1000}.{runtime % 1000 // 10}"
     line = f"{cupy.__version__}, {name} {built}"
     yield {"cuda": built, "lines": [line]}
-    devices = cupy.cuda.runtime.getDeviceCount()
-    yield {"devices": devices, "lines": [f"{line}, {devices} device{'' if devices == 1 else 's'}"]}
+    runtimes = cupy.cuda.runtime.getDeviceCount()
+    yield {"devices": runtimes, "lines": [f"{line}, {runtimes} device{'' if runtimes == 1 else 's'}"]}
 
 
 def _mapped_nccl() -> list[str]:
@@ -104,11 +104,11 @@ def _mapped_nccl() -> list[str]:
 
 def _gpus(device_type: str, vendor: str, driver: str) -> Iterator[Facts]:
     yield {"on_bus": _on_bus(vendor), "at": driver}
-    reason = devices.reason_against(device_type)
+    reason = runtimes.reason_against(device_type)
     if reason is not None:
         yield {"devices": [], "reason": reason, "lines": [reason]}
         return
-    runtime = devices.runtime(device_type)
+    runtime = runtimes.runtime(device_type)
     count = runtime.device_count()
     lines = [f"{runtime.description}: {count} device{'' if count == 1 else 's'}"]
     found = []

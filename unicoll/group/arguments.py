@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from unicoll.arrays.conversion import Buffer, as_buffers
-from unicoll.backend.flight_recorder import site_of, user_frame
+from unicoll.calls.flight_recorder import site_of, user_frame
 from unicoll.errors import DistArgumentError, DistTypeError
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unicoll.arrays import devices
 from unicoll.backend.contract import Backend as BackendBase
+from unicoll.devices import runtimes
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistTypeError
 from unicoll.group.registry import devices_of, load, reason_against, registered_devices
 
@@ -122,7 +122,7 @@ def _choose_by_device(started_by_mpi: bool, against_mpi: str) -> list[BackendCho
         why = f"an MPI launcher started this process, but {against_mpi or reason_against('mpi')}"
     choices = [BackendChoice("cpu", name, cls, why)]
     for device, name in DEFAULTS.items():
-        if device != "cuda" and devices.reason_against(device) is not None:
+        if device != "cuda" and runtimes.reason_against(device) is not None:
             continue  # NCCL's backend itself looks for the library first, and initialises CUDA only if there is one
         cls = load(name)
         if device in devices_of(name, cls) and reason_against(name) is None:

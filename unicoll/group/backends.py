@@ -8,13 +8,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
-from unicoll.backend.delivery import is_delivered, mark_delivered
-from unicoll.backend.interrupts import leaves_doubt
 from unicoll.backend.operation_errors import announce, member_failed_error
-from unicoll.backend.options import compression_of, wants_exact_sums, wants_order
-from unicoll.backend.reduce_ops import only_on_host
+from unicoll.calls.call import Call
+from unicoll.calls.error_marks import is_delivered, leaves_doubt, mark_delivered
+from unicoll.calls.options import compression_of, wants_exact_sums, wants_order
+from unicoll.calls.reduce_ops import only_on_host
 from unicoll.errors import (
     BackendUnavailableError,
     DistArgumentError,
@@ -24,7 +23,7 @@ from unicoll.errors import (
 )
 from unicoll.group.backend_choice import DEFAULTS, STAGED, BackendChoice
 from unicoll.group.registry import load, reason_against
-from unicoll.net.debug_level import DebugLevel, get_debug_level
+from unicoll.process.debug_level import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
     from unicoll.group.debug_comparison import CallChecks
@@ -95,18 +94,16 @@ class GroupBackends:
         for choice in self.choices:
             if choice.cls not in self._by_class:
                 context = replace(self._context, explicit=choice.explicit, backend=choice.cls.name)
-                above = parent._by_class.get(choice.cls) if parent is not None else None
-                self._by_class[choice.cls] = _create(choice.cls, context, above, excluded, grown)
+                parents = parent._by_class.get(choice.cls) if parent is not None else None
+                self._by_class[choice.cls] = _create(choice.cls, context, parents, excluded, grown)
             if not choice.staged:
                 self._by_device[choice.device] = self._by_class[choice.cls]
         host = self._by_device.get("cpu") or next(iter(self._by_class.values()))
-        companion = self._companion_of(host)
-        if companion is not None:
-            companion.prepare(self._context.job)
-            self._by_class[companion] = made = companion.create(
-                replace(self._context, backend=companion.name)
-            )
-            host.set_companion(made)
+        delegate = self._delegate_of(host)
+        if delegate is not None:
+            delegate.prepare(self._context.job)
+            self._by_class[delegate] = made = delegate.create(replace(self._context, backend=delegate.name))
+            host.set_delegate(made)
         return host
 
     def debug_level_changed(self) -> None:
@@ -116,14 +113,14 @@ class GroupBackends:
 
             self._call_checks = CallChecks(self._context, self.fail, self._compare_calls)
 
-    def _companion_of(self, backend: Backend) -> type[Backend] | None:
+    def _delegate_of(self, backend: Backend) -> type[Backend] | None:
         """The class of the backend that a backend has in addition; None if it has none, or there is one already."""
         job, ranks = self._context.job, self._context.ranks
-        if not backend.companion or len(ranks) == 1 or job.control is None or not job.control.peers:
+        if not backend.delegate or len(ranks) == 1 or job.control is None or not job.control.peers:
             return None
-        if len({job.control.peers[rank].host for rank in ranks}) > 1 or reason_against(backend.companion):
+        if len({job.control.peers[rank].host for rank in ranks}) > 1 or reason_against(backend.delegate):
             return None
-        found = load(backend.companion)
+        found = load(backend.delegate)
         return found if found not in self._by_class else None
 
     def check_compression(self, where: str, compression: str | None) -> None:
@@ -216,7 +213,7 @@ class GroupBackends:
         if device not in STAGED or not host.stages:
             return None
         if device not in self._staged:
-            from unicoll.backend.host_backend import HostBackend
+            from unicoll.backend.host import HostBackend
             from unicoll.staging.backend import Staged
 
             assert isinstance(host, HostBackend)
@@ -320,7 +317,7 @@ def _serves(backend: Backend, name: str) -> bool:
     """True if a backend has an operation, or a fallback for it."""
     if name in backend.caps.native:
         return True
-    from unicoll.backend.fallbacks import available
+    from unicoll.backend.host import available
 
     return name in available(backend.caps)
 
@@ -330,7 +327,7 @@ def _create(
 ) -> Backend:
     """The backend of a new group, derived from the parent's backend of the same class if there is one."""
     # not at import: it keeps `import unicoll` short
-    from unicoll.backend.fallback_adapter import with_fallbacks
+    from unicoll.backend.host import with_fallbacks
 
     made: Backend | None
     if parent is None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from unicoll.backend.contract import Job
 from unicoll.errors import DistArgumentError
 from unicoll.group.call_hooks import Hook, HookedCall, add_to_job
-from unicoll.net import logs
-from unicoll.net.files import write_whole
+from unicoll.process import logs
+from unicoll.process.files import write_whole
 
 log = logs.logger("metrics")
 

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, TypeVar
 
-from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context, Job, Tracker
-from unicoll.backend.flight_recorder import CallKind, PendingEntry
-from unicoll.backend.host_backend import HostBackend
-from unicoll.backend.interrupts import mark_unchanged
-from unicoll.backend.ops import Arity
-from unicoll.backend.thread_activity import NotBlocked, entered
-from unicoll.backend.work import Completion
+from unicoll.calls.call import Call
+from unicoll.calls.error_marks import mark_unchanged
+from unicoll.calls.flight_recorder import CallKind, PendingEntry
+from unicoll.calls.ops import Arity
+from unicoll.calls.thread_activity import NotBlocked, entered
+from unicoll.calls.work import Completion
 from unicoll.group.arguments import call_site
-from unicoll.net import logs
+from unicoll.process import logs
 
 log = logs.logger("calls")
 
@@ -188,7 +187,7 @@ class HookedBackend(Backend):
         return self._inner.iprobe(call)
 
     @property
-    def executing_backend(self) -> HostBackend | None:
+    def executing_backend(self) -> Backend | None:
         return self._inner.executing_backend
 
     def abort(self, error: Exception) -> None:

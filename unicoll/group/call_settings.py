@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from unicoll.arrays.types import COMPRESSED, EXACT
-from unicoll.backend.call import Call
-from unicoll.backend.ops import OPS
-from unicoll.backend.options import CallOptions
-from unicoll.backend.reduce_ops import is_defined
+from unicoll.calls.call import Call
+from unicoll.calls.ops import OPS
+from unicoll.calls.options import CallOptions
+from unicoll.calls.reduce_ops import is_defined
 from unicoll.errors import DistArgumentError
-from unicoll.net.timeouts import Timeout, positive_seconds
+from unicoll.process.timeouts import Timeout, positive_seconds
 
 if TYPE_CHECKING:
     from unicoll.group.backends import GroupBackends

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import ReduceOp
-from unicoll.backend.ops import OPS
+from unicoll.calls.ops import OPS
 from unicoll.group.arguments import buffers_of, pairs_of, same_length, splits_of
-from unicoll.net.timeouts import Timeout
+from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:
-    from unicoll.backend.work import Work
+    from unicoll.calls.work import Work
     from unicoll.group.dispatcher import Buffers
     from unicoll.group.process_group import ProcessGroup
 

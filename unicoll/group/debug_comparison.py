@@ -14,13 +14,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Backend, Context, Tracker
-from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.host import HostBackend, check_sizes
 from unicoll.backend.operation_errors import announce
-from unicoll.backend.ops import OPS, Sizes
-from unicoll.backend.size_agreement import check_sizes
-from unicoll.backend.work import Completion
+from unicoll.calls.call import Call, ProxyCall
+from unicoll.calls.ops import OPS, Sizes
+from unicoll.calls.work import Completion
 from unicoll.errors import (
     DistArgumentError,
     DistError,
@@ -30,9 +29,9 @@ from unicoll.errors import (
 )
 from unicoll.group import registry
 from unicoll.group.arguments import call_site
-from unicoll.net import logs
-from unicoll.net.debug_level import DebugLevel, get_debug_level
 from unicoll.net.stores import Store
+from unicoll.process import logs
+from unicoll.process.debug_level import DebugLevel, get_debug_level
 
 log = logs.logger("calls")
 
@@ -119,7 +118,7 @@ class _ComparedBackend(Backend):
         return self._inner.iprobe(call)
 
     @property
-    def executing_backend(self) -> HostBackend | None:
+    def executing_backend(self) -> Backend | None:
         return self._inner.executing_backend if self.comparison is None else None
 
     def abort(self, error: Exception) -> None:

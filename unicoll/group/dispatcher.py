@@ -1,7 +1,7 @@
 """From the arguments of a method to the backend: validation, signature, choice of the backend, start.
 
-A call is checked against its row of the table (:mod:`unicoll.backend.ops`), goes to the backend of its arrays' device,
-and is either run to its end or posted, which gives a :class:`~unicoll.backend.work.Work`.
+A call is checked against its row of the table (:mod:`unicoll.calls.ops`), goes to the backend of its arrays' device,
+and is either run to its end or posted, which gives a :class:`~unicoll.calls.work.Work`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 
 from unicoll.arrays.conversion import Buffer, as_buffer
 from unicoll.arrays.types import Reduction
-from unicoll.backend import flight_recorder
-from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
-from unicoll.backend.flight_recorder import CallKind, failure_text, site_of, user_frame
-from unicoll.backend.interrupts import mark_unchanged
-from unicoll.backend.ops import PROBE, Arity, Op, Sizes
-from unicoll.backend.reduce_ops import as_reduce_op
-from unicoll.backend.status import Status
-from unicoll.backend.thread_activity import entered, entries
-from unicoll.backend.validation import check, sign
-from unicoll.backend.work import Completion, Work
+from unicoll.calls import flight_recorder
+from unicoll.calls.call import Call
+from unicoll.calls.error_marks import mark_unchanged
+from unicoll.calls.flight_recorder import CallKind, failure_text, site_of, user_frame
+from unicoll.calls.ops import PROBE, Arity, Op, Sizes
+from unicoll.calls.reduce_ops import as_reduce_op
+from unicoll.calls.status import Status
+from unicoll.calls.thread_activity import entered, entries
+from unicoll.calls.validation import check, sign
+from unicoll.calls.work import Completion, Work
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.group.arguments import as_integer, buffers_of, call_site
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
 from unicoll.group.overlaps import separate, separate_one
 from unicoll.group.validation_cache import EVEN, Run, Splits, ValidationCache, kind_of
-from unicoll.net.timeouts import Timeout
+from unicoll.process.timeouts import Timeout
 
 Buffers = tuple[Buffer, ...]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import BY_NAME, DType
-from unicoll.backend.call import OneSidedCall
-from unicoll.backend.ops import Arity, Op, Sizes
+from unicoll.calls.call import OneSidedCall
+from unicoll.calls.ops import Arity, Op, Sizes
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.group.arguments import as_integer, call_site
-from unicoll.net.timeouts import Timeout
+from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.contract import Registration

@@ -20,8 +20,8 @@ import numpy as np
 
 from unicoll.arrays.buffer import WriteBack
 from unicoll.arrays.conversion import Buffer, copy_of
-from unicoll.backend.call import Call
-from unicoll.backend.ops import Sizes
+from unicoll.calls.call import Call
+from unicoll.calls.ops import Sizes
 from unicoll.errors import DistArgumentError
 
 _MOST_WORK = 100_000

@@ -13,18 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unicoll.backend.contract import Backend, Context, Job
-from unicoll.backend.interrupts import leaves_doubt
 from unicoll.backend.operation_errors import announce, member_failed_error
-from unicoll.backend.ops import OPS
-from unicoll.backend.options import (
-    CallOptions,
-    as_call_options,
-    compression_of,
-    wants_exact_sums,
-    wants_timing,
-)
-from unicoll.backend.status import Status
-from unicoll.backend.work import Work
+from unicoll.calls.error_marks import leaves_doubt
+from unicoll.calls.ops import OPS
+from unicoll.calls.options import CallOptions, as_call_options, compression_of, wants_exact_sums, wants_timing
+from unicoll.calls.status import Status
+from unicoll.calls.work import Work
 from unicoll.errors import DistArgumentError, DistTypeError, GroupAbortedError
 from unicoll.group import collective_methods, memory_methods, resizing
 from unicoll.group.arguments import as_integer
@@ -34,8 +28,8 @@ from unicoll.group.call_settings import CallSettings
 from unicoll.group.dispatcher import Dispatcher
 from unicoll.group.registry import BackendType
 from unicoll.group.resizing import GrowthRecord
-from unicoll.net import logs
-from unicoll.net.timeouts import Timeout
+from unicoll.process import logs
+from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.group.object_seals import ObjectSeals
@@ -51,7 +45,7 @@ class ProcessGroup:
     """A set of ranks that communicate; made by ``init_process_group`` and ``new_group``, never directly.
 
     Every collective must be called by all members, in the same order. With ``async_op=True`` a method returns a
-    :class:`~unicoll.backend.work.Work` at once; otherwise it returns when the caller's part is done. ``timeout``
+    :class:`~unicoll.calls.work.Work` at once; otherwise it returns when the caller's part is done. ``timeout``
     (timedelta or seconds) bounds one call; None takes the group's default.
 
     All operations raise:
@@ -100,8 +94,8 @@ class ProcessGroup:
         """
         if context.job.forked:
             raise GroupAbortedError(f"group {context.name!r} {_FORKED}", group=context.name)
-        above = parent._backends if parent is not None else None
-        backends = GroupBackends(context, choices, above, excluded, grown)
+        parents = parent._backends if parent is not None else None
+        backends = GroupBackends(context, choices, parents, excluded, grown)
         try:
             name, options = context.name, context.options
             log.info(
@@ -525,7 +519,7 @@ class ProcessGroup:
         """Fail the group on all members if an exception ends a call of it whose state is then not known.
 
         Called by the function of the call, in its handler of any exception. Refusals, and errors that the group has
-        raised, do not fail it (:mod:`unicoll.backend.interrupts`); :meth:`close` does not raise the latter again.
+        raised, do not fail it (:mod:`unicoll.calls.error_marks`); :meth:`close` does not raise the latter again.
         """
         traceback = error.__traceback__
         name = traceback.tb_frame.f_code.co_name if traceback is not None else "a call"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unicoll.net.stores import Store
 
 _BUILT_IN = {
-    "fake": "unicoll.backend.fake",
+    "fake": "unicoll.backend.host.fake",
     "gloo": "gloo_fallback",
     "mpi": "mpi_comm",
     "nccl": "nccl_comm",

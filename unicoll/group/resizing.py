@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.contract import Context, Job
-from unicoll.backend.interrupts import leaves_doubt
 from unicoll.backend.operation_errors import announce, member_failed_error
+from unicoll.calls.error_marks import leaves_doubt
 from unicoll.errors import (
     DistArgumentError,
     DistError,
@@ -26,9 +26,9 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.group.arguments import check_ranks
-from unicoll.net.formatting import rank_spans
-from unicoll.net.received_json import from_store
+from unicoll.net.objects.received_json import from_store
 from unicoll.net.stores import Store
+from unicoll.process.formatting import rank_spans
 
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context, Tracker
-from unicoll.backend.flight_recorder import CallKind
-from unicoll.backend.validation import check, sign
+from unicoll.calls.call import Call
+from unicoll.calls.flight_recorder import CallKind
+from unicoll.calls.validation import check, sign
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_hooks import Hook, HookedBackend
-from unicoll.net import debug_level
+from unicoll.process import debug_level
 
 Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 EVEN: Splits = (None, None)

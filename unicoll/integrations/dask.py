@@ -54,10 +54,10 @@ from unicoll.errors import (
     OperationTimeoutError,
     RankLostError,
 )
-from unicoll.net import interfaces
-from unicoll.net.secret import KeyText, given_secret, new_key_text
 from unicoll.net.stores import TCPStore
-from unicoll.net.timeouts import Timeout, backoff, positive_seconds, seconds_left
+from unicoll.net.wire import interfaces
+from unicoll.net.wire.secret import KeyText, given_secret, new_key_text
+from unicoll.process.timeouts import Timeout, backoff, positive_seconds, seconds_left
 
 if TYPE_CHECKING:
     from unicoll.backend.contract import Job

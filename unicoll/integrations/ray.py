@@ -43,12 +43,13 @@ import unicoll
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation, refuse_second_rank_0, refuse_to_join
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, StoreTimeoutError
 from unicoll.group.process_group import ProcessGroup
-from unicoll.net import interfaces, logs
-from unicoll.net.received_json import from_store
-from unicoll.net.secret import KeyText, given_secret, new_key_text
+from unicoll.net.objects.received_json import from_store
 from unicoll.net.stores import TCPStore
 from unicoll.net.stores.base import DEFAULT_TIMEOUT
-from unicoll.net.timeouts import backoff, seconds_left
+from unicoll.net.wire import interfaces
+from unicoll.net.wire.secret import KeyText, given_secret, new_key_text
+from unicoll.process import logs
+from unicoll.process.timeouts import backoff, seconds_left
 
 if TYPE_CHECKING:
     from unicoll.integrations.ray_train import TorchConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray.train.torch
 
-from unicoll.net.secret import KeyText, new_key_text
+from unicoll.net.wire.secret import KeyText, new_key_text
 
 
 def _prepare(secret: KeyText) -> None:

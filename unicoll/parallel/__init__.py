@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unicoll.parallel.exact_sums import ExactSum
+from unicoll.parallel.exact_sum import ExactSum
 from unicoll.parallel.gradient_buckets import GradientBuckets
 from unicoll.parallel.parameters import (
     average_gradients,

@@ -17,7 +17,6 @@ from typing import Any
 from unicoll.api.world import member
 from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, DistTypeError
-from unicoll.net.timeouts import Timeout
 from unicoll.parallel.packing import (
     Arrays,
     Kind,
@@ -32,6 +31,7 @@ from unicoll.parallel.packing import (
     plan_buckets,
     without_history,
 )
+from unicoll.process.timeouts import Timeout
 
 _MIB = 2**20
 

@@ -23,12 +23,12 @@ from unicoll.errors import (
 )
 from unicoll.group import backend_choice
 from unicoll.group.arguments import as_integer
-from unicoll.net import environment, logs
 from unicoll.net.control.departures import exit_key
-from unicoll.net.formatting import ranks_text
-from unicoll.net.handshake import NoAnswerError
-from unicoll.net.timeouts import Timeout
+from unicoll.net.wire.handshake import NoAnswerError
 from unicoll.parallel.state import State
+from unicoll.process import environment, logs
+from unicoll.process.formatting import ranks_text
+from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.contract import Job

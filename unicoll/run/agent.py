@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from unicoll.net.interfaces import require_descriptors
+from unicoll.net.wire.interfaces import require_descriptors
 from unicoll.run.args import LaunchOptions
 from unicoll.run.attempt import Attempt, Launch
 from unicoll.run.dump_directory import remove_old_dumps

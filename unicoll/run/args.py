@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from unicoll.net.interfaces import split_hostport
+from unicoll.net.wire.interfaces import split_hostport
 from unicoll.run.cpu_affinity import BINDINGS, cpu_affinity, gpu_addresses
 from unicoll.run.flags import make_parser
 

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from unicoll.errors import DistError
-from unicoll.net import logs
 from unicoll.net.control.departures import ENDED_KEY, exit_key
-from unicoll.net.formatting import ranks_text
-from unicoll.net.signal_handlers import is_caught
+from unicoll.process import logs
+from unicoll.process.formatting import ranks_text
+from unicoll.process.signal_handlers import is_caught
 from unicoll.run.args import ERR, LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
 from unicoll.run.failure import Failure, last_stderr_lines, report, root_cause, summary

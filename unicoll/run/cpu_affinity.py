@@ -29,7 +29,7 @@ if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0:
         print(text.value.decode().lower())
 """,
     "HIP": """
-from unicoll.arrays.cuda import hip_driver
+from unicoll.devices.cuda import hip_driver
 runtime = hip_driver.load()
 for device in range(0 if isinstance(runtime, str) else runtime.device_count()):
     print(runtime.facts(device).bus[:-1] + "0")  # the function is the number of a partition, which sysfs has not

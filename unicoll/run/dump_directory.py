@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from unicoll.net.files import open_directory
-from unicoll.net.formatting import command_to_type
-from unicoll.net.received_json import MALFORMED, read_json
+from unicoll.net.objects.received_json import MALFORMED, read_json
+from unicoll.process.files import open_directory
+from unicoll.process.formatting import command_to_type
 
 TRACE_VARIABLE = "UNICOLL_TRACE_DIR"
 _PREFIX = "unicoll_trace_"

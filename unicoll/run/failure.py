@@ -7,8 +7,8 @@ import socket
 import time
 from collections.abc import Sequence
 
-from unicoll.net.files import write_whole
-from unicoll.net.formatting import printable, ranks_text, shortened, signal_name
+from unicoll.process.files import write_whole
+from unicoll.process.formatting import printable, ranks_text, shortened, signal_name
 from unicoll.run.nodes import Cause
 from unicoll.run.tracebacks import CONSEQUENCES, DETECTION_DELAY, describe_exit, keys
 from unicoll.run.workers import Worker

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from unicoll.net import formatting
+from unicoll.process import formatting
 from unicoll.run.cpu_affinity import BINDINGS
 
 

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from unicoll.net.interfaces import check_loopback, free_ports, join_hostport
-from unicoll.net.secret import Secret, find_secret, new_key_text
+from unicoll.net.wire.interfaces import check_loopback, free_ports, join_hostport
+from unicoll.net.wire.secret import Secret, find_secret, new_key_text
 from unicoll.run.process_cleanup import JOB_VARIABLE
 
 if TYPE_CHECKING:
@@ -23,15 +23,16 @@ def job_token() -> str:
 
 def job_variable(token: str) -> str:
     """The value of UNICOLL_JOB for a job's processes: the tokens of the enclosing jobs, then its own."""
-    outer = os.environ.get(JOB_VARIABLE)
-    return f"{outer}:{token}" if outer else token
+    enclosing = os.environ.get(JOB_VARIABLE)
+    return f"{enclosing}:{token}" if enclosing else token
 
 
 def reserve_port(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
     """Bind a TCP port on all interfaces without listening: a program that sets SO_REUSEADDR can listen there.
 
     While the socket is open the kernel does not assign the port to sockets that request any free port, as 0 does here
-    (:func:`unicoll.net.interfaces.free_ports` of ``host``). If the port is in use, the message of the OSError has it.
+    (:func:`unicoll.net.wire.interfaces.free_ports` of ``host``). If the port is in use, the message of the OSError has
+    it.
     """
     if port:
         return _reserve(port, True)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
-from unicoll.net.files import write_whole
+from unicoll.process.files import write_whole
 from unicoll.run.nodes import Placement
 from unicoll.run.output import Console
 from unicoll.run.workers import LogFiles

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from unicoll.errors import DistError
-from unicoll.net.environment import OF_A_LAUNCHER
+from unicoll.process.environment import OF_A_LAUNCHER
 from unicoll.run.args import LaunchOptions
 from unicoll.run.workers import checkout_path, python_command
 

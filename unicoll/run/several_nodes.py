@@ -30,17 +30,18 @@ from unicoll.errors import (
     RankLostError,
     StoreTimeoutError,
 )
-from unicoll.net import interfaces, logs
-from unicoll.net.authenticated_server import describe_refusals
 from unicoll.net.control.client import ControlClient
-from unicoll.net.formatting import printable_line
-from unicoll.net.handshake import NoAnswerError
-from unicoll.net.join_warnings import warn_while_waiting
-from unicoll.net.received_json import check, foreign_value, from_store, parse
-from unicoll.net.secret import find_secret
+from unicoll.net.control.join_warnings import warn_while_waiting
+from unicoll.net.objects.received_json import check, foreign_value, from_store, parse
 from unicoll.net.stores import PrefixStore, Store, TCPStore
 from unicoll.net.stores.signed import SignedStore
-from unicoll.net.timeouts import seconds_left
+from unicoll.net.wire import interfaces
+from unicoll.net.wire.authenticated_server import describe_refusals
+from unicoll.net.wire.handshake import NoAnswerError
+from unicoll.net.wire.secret import find_secret
+from unicoll.process import logs
+from unicoll.process.formatting import printable_line
+from unicoll.process.timeouts import seconds_left
 from unicoll.run.args import LaunchOptions
 from unicoll.run.failure import first_line
 from unicoll.run.job import LocalJob, job_environment
@@ -333,7 +334,7 @@ class SeveralNodes(Nodes):
         return control is not None and not control.died and bool(control.left - {self._rank})
 
     def _exchange(self, record: Mapping[str, Any], deadline: float, kind: Any) -> list[dict[str, Any]]:
-        """The records of all nodes, which are of a kind as for :func:`unicoll.net.received_json.parse`.
+        """The records of all nodes, which are of a kind as for :func:`unicoll.net.objects.received_json.parse`.
 
         RankLostError or OperationTimeoutError names a node that does not send its own.
         """

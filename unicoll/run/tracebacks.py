@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unicoll.net.formatting import ranks_text, signal_name
-from unicoll.net.received_json import MALFORMED, read_json
+from unicoll.net.objects.received_json import MALFORMED, read_json
+from unicoll.process.formatting import ranks_text, signal_name
 
 _VARIES = re.compile(r"\b(?i:pid) \d+|#\d+\b|\b0x[0-9a-fA-F]+\b")
 

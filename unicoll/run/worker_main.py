@@ -207,18 +207,18 @@ def _show(kind: type[BaseException], value: BaseException, trace: TracebackType 
 
 
 def _excepthook() -> Any:
-    """:mod:`unicoll.net.excepthook`; None on failure."""
+    """:mod:`unicoll.process.excepthook`; None on failure."""
     return _module("excepthook")
 
 
 def _module(name: str) -> Any:
-    """A module of :mod:`unicoll.net`, by its path if the program does not import it; None on failure."""
-    if (found := _modules.get(name) or sys.modules.get(f"unicoll.net.{name}")) is None:
+    """A module of :mod:`unicoll.process`, by its path if the program does not import it; None on failure."""
+    if (found := _modules.get(name) or sys.modules.get(f"unicoll.process.{name}")) is None:
         try:
             import os
             from importlib.util import module_from_spec, spec_from_file_location
 
-            path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "net", f"{name}.py")
+            path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "process", f"{name}.py")
             spec = spec_from_file_location(f"_unicoll_{name}", path)
             assert spec is not None
             assert spec.loader is not None

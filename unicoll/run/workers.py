@@ -14,8 +14,8 @@ from pathlib import Path
 from string import Template
 from typing import BinaryIO, NamedTuple, cast
 
-from unicoll.net.files import make_directory, open_directory, temporary_directory
-from unicoll.net.secret import KeyText
+from unicoll.net.wire.secret import KeyText
+from unicoll.process.files import make_directory, open_directory, temporary_directory
 from unicoll.run.args import ERR, OUT, LaunchOptions
 from unicoll.run.nodes import Placement
 from unicoll.run.output import Console, LineCopies, LogFile, OutputPipe, OutputPipes

@@ -21,17 +21,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from unicoll.arrays import devices
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.device_runtime import on_device
-from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Backend, Caps, Context
-from unicoll.backend.fallbacks import available
-from unicoll.backend.host_backend import HostBackend
-from unicoll.backend.op_queue import Execute
-from unicoll.backend.ops import Arity, Sizes
-from unicoll.backend.size_agreement import check_sizes, largest_part
-from unicoll.backend.work import Completion
+from unicoll.backend.host import Execute, HostBackend, available, check_sizes, largest_part
+from unicoll.calls.call import Call, ProxyCall
+from unicoll.calls.ops import Arity, Sizes
+from unicoll.calls.work import Completion
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import on_device
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistError
 from unicoll.staging.chunking import ChunkPlan, plan
 from unicoll.staging.copier import CopyStreams, HostCopier
@@ -40,7 +37,7 @@ from unicoll.staging.p2p import HARMLESS, DeviceP2P
 from unicoll.staging.pinned_pool import PinnedBlock
 
 if TYPE_CHECKING:
-    from unicoll.backend.flight_recorder import PendingEntry
+    from unicoll.calls.flight_recorder import PendingEntry
 
 CHUNK = 4 << 20
 """Bytes of a call that are moved at a time; larger calls are cut into several chunks."""
@@ -80,7 +77,7 @@ class Staged(Backend):
         self._ranks = ranks
         self._size = len(ranks)
         self._group = group
-        self._copier = HostCopier(devices.runtime(device_type), group)
+        self._copier = HostCopier(runtimes.runtime(device_type), group)
         self._direct = DirectCalls(host, self._copier)
         self._p2p = DeviceP2P(host, self._copier, self._direct, group)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.backend.call import Call
-from unicoll.backend.ops import Sizes
+from unicoll.calls.call import Call
+from unicoll.calls.ops import Sizes
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.device_runtime import (
+from unicoll.calls.call import Call
+from unicoll.devices.device_runtime import (
     LEGACY_STREAM,
     PER_THREAD_STREAM,
     DeviceRuntime,
     await_event,
     on_device,
 )
-from unicoll.backend.call import Call
 from unicoll.errors import DistArgumentError, OperationTimeoutError
 from unicoll.staging.pinned_pool import PinnedBlock, PinnedPool
 

@@ -16,15 +16,14 @@ from functools import partial
 from typing import Any
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.device_memory import DeviceMemory, DeviceMemoryPool
-from unicoll.arrays.device_runtime import await_event, on_device
-from unicoll.backend.call import Call, ProxyCall
-from unicoll.backend.host_backend import HostBackend
-from unicoll.backend.op_queue import Execute
+from unicoll.backend.host import Execute, HostBackend
+from unicoll.calls.call import Call, ProxyCall
+from unicoll.devices.device_runtime import await_event, on_device
 from unicoll.staging.copier import HostCopier
+from unicoll.staging.device_memory import CallMemory, DeviceMemoryPool
 
 _BY_ADDRESS = -5
-"""Marks the signatures of calls by address; see also :mod:`unicoll.backend.size_agreement`."""
+"""Marks the signatures of calls by address; see also :mod:`unicoll.backend.host.size_agreement`."""
 
 
 class DirectCalls:
@@ -95,7 +94,7 @@ class DirectCalls:
 
     def by_address(self, call: Call, device: int, deadline: float) -> Call:
         """A call on device arrays as the backend gets it: each buffer's ``flat`` is device memory."""
-        memory = DeviceMemory(self._copier, self._pool(device), device, call, deadline)
+        memory = CallMemory(self._copier, self._pool(device), device, call, deadline)
         made: dict[int, Buffer] = {}
         for buffer in (*call.inputs, *call.outputs):
             if id(buffer) not in made:

@@ -13,15 +13,15 @@ from functools import partial
 from queue import SimpleQueue
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.device_memory import DeviceFlat
-from unicoll.arrays.device_runtime import on_device
-from unicoll.backend.call import Call, ProxyCall
+from unicoll.arrays.device_flat import DeviceFlat
 from unicoll.backend.group_state import TICK_S
-from unicoll.backend.host_backend import HostBackend
-from unicoll.backend.interrupts import leaves_doubt
-from unicoll.backend.work import Completion, HostCompletion
+from unicoll.backend.host import HostBackend
+from unicoll.calls.call import Call, ProxyCall
+from unicoll.calls.error_marks import leaves_doubt
+from unicoll.calls.work import Completion, HostCompletion
+from unicoll.devices.device_runtime import on_device
 from unicoll.errors import CollectiveMismatchError, MessageMismatchError
-from unicoll.net.interrupts import LazyThread
+from unicoll.process.interrupts import LazyThread
 from unicoll.staging.copier import HostCopier
 from unicoll.staging.device_pointers import DirectCalls
 from unicoll.staging.pinned_pool import PinnedBlock

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.arrays.device_runtime import DeviceRuntime
+from unicoll.devices.device_runtime import DeviceRuntime
 
 _LEAST = 4096
 _KEPT = 64 << 20

@@ -30,9 +30,9 @@ import pytest
 
 from unicoll.arrays.types import BY_NAME, DTYPES
 from unicoll.backend.contract import Caps
-from unicoll.backend.fallbacks import available
-from unicoll.backend.ops import OPS, Arity, Sizes
-from unicoll.backend.reduce_ops import supported_reductions
+from unicoll.backend.host import available
+from unicoll.calls.ops import OPS, Arity, Sizes
+from unicoll.calls.reduce_ops import supported_reductions
 from unicoll.group import registry
 from unicoll.testing import conformance_jobs as jobs
 from unicoll.testing import reference, sampling

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.backend.ops import OPS, Arity
+from unicoll.calls.ops import OPS, Arity
 from unicoll.testing import reference
 from unicoll.testing.families import GuardedArray, family
 

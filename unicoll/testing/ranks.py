@@ -205,7 +205,7 @@ MODULES = (
     "encodings.idna",
     "gloo_fallback.backend",
     "unicoll.api.subgroups",
-    "unicoll.backend.fallback_adapter",
+    "unicoll.backend.host.fallback_adapter",
     "unicoll.bootstrap.join",
     "unicoll.testing.conformance_jobs",
 )

@@ -17,15 +17,24 @@ other backend.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+
 import torch
 
+from unicoll.errors import DistError
 from unicoll.torch_plugin.compat import warn_of_untested
 from unicoll.torch_plugin.group import TorchProcessGroup as ProcessGroupUnicoll
 from unicoll.torch_plugin.register import enable_mpi, explain, register
-from unicoll.torch_plugin.watcher import watch
 from unicoll.torch_plugin.wrapped_group import torch_group
 
 __all__ = ["ProcessGroupUnicoll", "enable_mpi", "explain", "register", "torch_group", "watch"]
+
+
+def watch(on_hang: str | Callable[[DistError], object] | None = None) -> None:
+    """As :func:`unicoll.torch_watch.watch`."""
+    import_module("unicoll.torch_watch").watch(on_hang)
+
 
 warn_of_untested(torch.__version__)
 register()

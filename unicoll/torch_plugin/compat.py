@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unicoll.errors import DistError
-from unicoll.net import logs
+from unicoll.process import logs
 from unicoll.torch_autoload import caller
 
 TESTED = ("2.6.0", "2.13.0", "2.15.0")

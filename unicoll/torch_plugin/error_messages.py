@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from unicoll.errors import DistError, OperationTimeoutError
 from unicoll.group.process_group import ProcessGroup
-from unicoll.net.excepthook import forget_frames
+from unicoll.process.excepthook import forget_frames
 
 
 def adapt_for_torch(error: DistError) -> None:

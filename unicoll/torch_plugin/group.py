@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 
-from unicoll.backend.interrupts import mark_changed
-from unicoll.backend.work import Work as Handle
 from unicoll.bootstrap.join import choose
+from unicoll.calls.error_marks import mark_changed
+from unicoll.calls.work import Work as Handle
 from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
-from unicoll.net.timeouts import Timeout, to_seconds
+from unicoll.process.timeouts import Timeout, to_seconds
 from unicoll.torch_autoload import caller
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.compat import (
@@ -33,7 +33,7 @@ from unicoll.torch_plugin.compat import (
 from unicoll.torch_plugin.error_messages import adapt_for_torch, raise_monitored
 from unicoll.torch_plugin.method_table import ROWS, Row, one, reduction
 from unicoll.torch_plugin.sparse import sparse_all_reduce
-from unicoll.torch_plugin.symmetric import TensorPool
+from unicoll.torch_plugin.tensor_pool import TensorPool
 from unicoll.torch_plugin.torch_job import TorchJob
 from unicoll.torch_plugin.work import DONE, CompletedWork, ReleasedHandle, TorchWork, WorkRegistry
 

@@ -20,8 +20,8 @@ from unicoll.api import world
 from unicoll.bootstrap.join import run_rendezvous
 from unicoll.bootstrap.rendezvous import find_members, open_store
 from unicoll.errors import DistArgumentError
-from unicoll.net import logs
-from unicoll.net.timeouts import backoff, seconds_left
+from unicoll.process import logs
+from unicoll.process.timeouts import backoff, seconds_left
 from unicoll.torch_autoload import argument_of_init, backend_of_init
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.stores import UnicollBackedStore

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from unicoll.bootstrap.rendezvous import Rendezvous
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
 from unicoll.errors import DistNetworkError, DistStoreError, StoreTimeoutError
-from unicoll.net import interfaces
 from unicoll.net.stores import Store
 from unicoll.net.stores.base import Timeout, Value, seconds_of
-from unicoll.net.timeouts import backoff
+from unicoll.net.wire import interfaces
+from unicoll.process.timeouts import backoff
 
 _MIN_POLL_S, _MAX_POLL_S = 0.002, 0.05
 _QUEUE_POLL_S = 0.2

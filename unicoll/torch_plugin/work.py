@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unicoll.backend.delivery import mark_delivered
-from unicoll.backend.futures import torch_future
-from unicoll.backend.work import Completion
-from unicoll.backend.work import Work as Handle
+from unicoll.calls.error_marks import mark_delivered
+from unicoll.calls.futures import torch_future
+from unicoll.calls.work import Completion
+from unicoll.calls.work import Work as Handle
 from unicoll.errors import DistError
 from unicoll.group.process_group import ProcessGroup
-from unicoll.net.timeouts import Timeout, to_seconds
+from unicoll.process.timeouts import Timeout, to_seconds
 from unicoll.torch_plugin.error_messages import adapt_for_torch
 
 _NO_TIMEOUT = timedelta(0)

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from unicoll.net.formatting import command, print_text, printable
+from unicoll.process.formatting import command, print_text, printable
 from unicoll.trace import perfetto
-from unicoll.trace.diagnosis import Diagnosis, diagnose
 from unicoll.trace.dumps import Dump, Trace, read
+from unicoll.trace.findings import Diagnosis, diagnose
 from unicoll.trace.table import tables
 
 __all__ = ["main"]

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from unicoll.arrays.types import BY_NAME
-from unicoll.bootstrap.dump_format import FORMAT
-from unicoll.group.recorded_calls import RecordedCall
-from unicoll.net.formatting import printable_line, ranks_text
-from unicoll.net.received_json import MALFORMED, read_json
+from unicoll.diagnosis.dump_format import FORMAT
+from unicoll.diagnosis.recorder_contents import RecordedCall
+from unicoll.net.objects.received_json import MALFORMED, read_json
+from unicoll.process.formatting import printable_line, ranks_text
 
 name_ranks = partial(ranks_text, last=" and ")
 """Ranks in words: ``rank 2``, ``ranks 0-3 and 5``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from unicoll.net.files import write_whole
+from unicoll.process.files import write_whole
 from unicoll.trace.dumps import Call, Trace
 
 Event = dict[str, Any]

@@ -22,12 +22,12 @@ from statistics import median
 from typing import Any, TextIO
 
 from unicoll.api import objects, world
-from unicoll.backend import flight_recorder
-from unicoll.bootstrap import flight_dump
+from unicoll.calls import flight_recorder
+from unicoll.diagnosis import flight_dump
+from unicoll.diagnosis.recorder_contents import recorded_calls
 from unicoll.errors import DistArgumentError
-from unicoll.group.recorded_calls import recorded_calls
-from unicoll.net.files import write_whole
-from unicoll.net.formatting import printable
+from unicoll.process.files import write_whole
+from unicoll.process.formatting import printable
 from unicoll.trace import dumps, perfetto
 from unicoll.trace.dumps import Call, Trace
 from unicoll.trace.table import aligned

@@ -1,8 +1,9 @@
 """Calls, bytes and estimated time of recorded calls or of a dry run, added up by operation and group.
 
 ``python -m unicoll.trace.summary --dry-run --world-size 256 train.py ...`` runs a program as one rank of a job of any
-size with the backend ``fake`` (:mod:`unicoll.backend.fake`) and prints the table; with flight recorder dumps, or their
-directory, in place of a program it prints the sums over those. :func:`add_up` and :func:`dry_run_summary` return it.
+size with the backend ``fake`` (:mod:`unicoll.backend.host.fake`) and prints the table; with flight recorder dumps, or
+their directory, in place of a program it prints the sums over those. :func:`add_up` and :func:`dry_run_summary` return
+it.
 
 Rounds and bytes are those of docs/scaling.md for the rank that sends most, with one rank per host and the algorithms of
 the CPU backend ("Over sockets"), with the call's compression. The time of a call is ``latency * rounds + bytes sent /
@@ -25,14 +26,14 @@ from typing import Any, NamedTuple
 
 from unicoll.arrays.compression import BLOCK, codec_for
 from unicoll.arrays.types import DType
-from unicoll.backend import fake
-from unicoll.backend.flight_recorder import ArrayKind, CallKind
-from unicoll.backend.ops import OPS, Op, Sizes
+from unicoll.backend.host import fake
 from unicoll.bootstrap import fake_job
+from unicoll.calls.flight_recorder import ArrayKind, CallKind
+from unicoll.calls.ops import OPS, Op, Sizes
+from unicoll.diagnosis.recorder_contents import RecordedCall
 from unicoll.errors import DistArgumentError
-from unicoll.group.recorded_calls import RecordedCall
-from unicoll.net.formatting import print_text
-from unicoll.net.received_json import MALFORMED, read_json
+from unicoll.net.objects.received_json import MALFORMED, read_json
+from unicoll.process.formatting import print_text
 from unicoll.trace.dumps import Call, call_of
 from unicoll.trace.table import aligned
 
@@ -113,7 +114,7 @@ class Summary:
 
 
 def add_up(calls: Iterable[Recorded | tuple[Recorded, int]], network: Network | None = None) -> Summary:
-    """The table of recorded calls (:func:`unicoll.group.recorded_calls.recorded_calls`).
+    """The table of recorded calls (:func:`unicoll.diagnosis.recorder_contents.recorded_calls`).
 
     Args:
         calls: each one alone, or with the number of times that it was made; failed ones do not count.

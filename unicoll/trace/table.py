@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from unicoll.net.formatting import ranks_text
-from unicoll.trace.diagnosis import Diagnosis
+from unicoll.process.formatting import ranks_text
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
+from unicoll.trace.findings import Diagnosis
 
 _WIDTH = 120
 _BEFORE, _AFTER, _MESSAGES = 5, 2, 10

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
-from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.arrays.types import DType, Reduction
 from unicoll.device_collectives import bindings
 from unicoll.device_collectives.interface import Config, HandleSlot, NativeReduction
 from unicoll.device_collectives.reductions import native_reduction
+from unicoll.devices.device_runtime import DeviceRuntime
 from unicoll.errors import DistArgumentError
 from xccl_comm.library.errors import CODES, IN_PROGRESS, PEER_ERRORS
 

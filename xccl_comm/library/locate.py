@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from unicoll.arrays import devices
-from unicoll.arrays.shared_library import SharedLibrary
 from unicoll.device_collectives.interface import CollectiveLibrary
 from unicoll.device_collectives.locate import LibraryLocator
+from unicoll.devices import runtimes
+from unicoll.process.shared_library import SharedLibrary
 from xccl_comm.library.bindings import OneCCL, XpuOneCCL, defaults
 from xccl_comm.library.host_calls import HostOneCCL
 
@@ -35,7 +35,7 @@ def serves_xpu() -> bool:
     chosen = os.environ.get("CCL_PLUGIN")
     if chosen is not None:
         return chosen != _CPU
-    return devices.reason_against("xpu") is None and devices.runtime("xpu").has_gpus()
+    return runtimes.reason_against("xpu") is None and runtimes.runtime("xpu").has_gpus()
 
 
 def _bind(library: Any, path: str) -> CollectiveLibrary | str:
@@ -46,11 +46,11 @@ def _bind(library: Any, path: str) -> CollectiveLibrary | str:
 
 
 def _bind_for_xpu(library: Any, path: str) -> CollectiveLibrary | str:
-    reason = devices.reason_against("xpu")
+    reason = runtimes.reason_against("xpu")
     if reason is not None:
         return f"CCL_PLUGIN is {os.environ['CCL_PLUGIN']!r}: {reason}"
     _load(Path(path).parent, _NEEDED_BY_GPU)
-    return cast(CollectiveLibrary, XpuOneCCL(library, path, devices.runtime("xpu")))
+    return cast(CollectiveLibrary, XpuOneCCL(library, path, runtimes.runtime("xpu")))
 
 
 def _bind_for_host(library: Any, path: str) -> CollectiveLibrary | str:

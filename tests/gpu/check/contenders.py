@@ -18,12 +18,12 @@ import unicoll as dist
 from nccl_comm.library import locate
 from nccl_comm.library.errors import IN_PROGRESS
 from tests.gpu.check.kits import Kit, kit
-from unicoll.arrays import devices
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.conversion import as_buffer
 from unicoll.bench.contract import BenchJob
 from unicoll.bench.distributed import Torch as BenchTorch
 from unicoll.device_collectives.interface import DATA_TYPES, SUCCESS, SUM, Config
+from unicoll.devices import runtimes
 
 Call = Callable[[], object]
 Array = Any
@@ -165,7 +165,7 @@ class Bare(Contender):
 
     def __init__(self, arrays: Kit) -> None:
         super().__init__("bare NCCL", arrays)
-        self._nccl, self._cuda = locate.nccl(), devices.runtime("cuda")
+        self._nccl, self._cuda = locate.nccl(), runtimes.runtime("cuda")
         me, size = dist.get_rank(), dist.get_world_size()
         ident: list[Any] = [self._nccl.unique_id()[1] if me == 0 else None]
         dist.broadcast_object_list(ident, src=0)

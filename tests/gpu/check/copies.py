@@ -12,8 +12,8 @@ import unicoll as dist
 from tests.gpu.check.kits import kit
 from tests.gpu.check.place import HOST_BACKENDS, Place, called, host_backend, joined, leave
 from tests.gpu.check.record import Reporter
-from unicoll.arrays import devices
-from unicoll.arrays.device_runtime import await_event
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import await_event
 
 _NEEDS_S = 2.0
 _BYTES = 64 << 20
@@ -71,7 +71,7 @@ def _best(call: Callable[[], object], before: Callable[[], object] = lambda: Non
 
 def pinned(nbytes: int) -> dict[str, float]:
     """Bytes per second of copies between pinned and device memory."""
-    cuda = devices.runtime("cuda")
+    cuda = runtimes.runtime("cuda")
     cuda.set_device(0)
     lanes = [cuda.create_stream(0), cuda.create_stream(0)]
     events = [cuda.create_event(0), cuda.create_event(0)]

@@ -109,10 +109,10 @@ def probe(seconds: float, work: Callable[[], str | None] | None = None) -> dict[
 
 def reason_against() -> str | None:
     """The reason why the library of this process does not work, or None."""
-    from unicoll.arrays import devices
+    from unicoll.devices import runtimes
 
     name = LIBRARIES[worker.rank_and_size()[0]]
-    if (reason := devices.reason_against("cuda")) is not None:
+    if (reason := runtimes.reason_against("cuda")) is not None:
         return reason
     if importlib.util.find_spec(name) is None:
         return "is not installed"
@@ -145,10 +145,10 @@ def one_rank(reporter: Reporter, place: Place) -> None:
 def run_alone(name: str) -> None:
     """Run one of the checks of tests/conformance/one_rank.py."""
     from nccl_comm.library import locate
-    from unicoll.arrays import devices
+    from unicoll.devices import runtimes
 
     (check,) = (check for check in one_rank_checks.CHECKS if check.__name__ == name)
-    one_rank_checks.run(check, devices.runtime("cuda"), locate.nccl())
+    one_rank_checks.run(check, runtimes.runtime("cuda"), locate.nccl())
 
 
 def pair(reporter: Reporter, place: Place) -> None:

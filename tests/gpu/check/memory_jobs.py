@@ -15,8 +15,8 @@ from nccl_comm.library import locate
 from tests.gpu.check.kits import Kit
 from tests.gpu.check.rank_jobs import expect, sum_of_ranks
 from tests.gpu.check.record import Skip
-from unicoll.arrays import devices
-from unicoll.arrays.device_runtime import on_device
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import on_device
 
 COMPARING = {"NCCL_CHECK_MODE": "DEBUG_GLOBAL"}
 """NCCL compares the offsets of symmetric memory on the ranks. Otherwise only multicast on several GPUs would show a
@@ -39,7 +39,7 @@ class _OwnMemory:
 @contextmanager
 def _own_memory(count: int) -> Iterator[_OwnMemory]:
     nccl = locate.nccl()
-    with on_device(devices.runtime("cuda"), devices.runtime("cuda").current_device()):
+    with on_device(runtimes.runtime("cuda"), runtimes.runtime("cuda").current_device()):
         code, ptr = nccl.mem_alloc(4 * count)
         assert code == 0, f"ncclMemAlloc returns {code}"
         try:
@@ -141,7 +141,7 @@ def puts_and_signals_arrive(k: Kit) -> dict[str, Any]:
 def a_non_blocking_group_is_split_and_makes_a_window(k: Kit) -> dict[str, Any]:
     """NCCL returns success for what it has only begun; operations in the part, and in its symmetric memory."""
     options = {"blocking": False}
-    device = devices.runtime("cuda").current_device()
+    device = runtimes.runtime("cuda").current_device()
     group: Any = dist.new_group(backend="cuda:nccl", device_id=device, pg_options=options)
     part: Any = dist.split_group(group, [list(range(dist.get_world_size()))], pg_options=options)
     x = k.full(_COUNT, dist.get_rank() + 1)

@@ -18,14 +18,14 @@ import unicoll as dist
 from tests.gpu.check.kits import Kit, kit
 from tests.gpu.check.record import Skip
 from tests.support import worker
-from unicoll.arrays import devices
-from unicoll.arrays.device_runtime import DeviceRuntime
+from unicoll.devices import runtimes
+from unicoll.devices.device_runtime import DeviceRuntime
 
 _END_S = 5.0
 
 
 class _CountingCuda:
-    """A :class:`unicoll.arrays.device_runtime.DeviceRuntime` that counts the calls of each thread."""
+    """A :class:`unicoll.devices.device_runtime.DeviceRuntime` that counts the calls of each thread."""
 
     def __init__(self, real: DeviceRuntime) -> None:
         self._real = real
@@ -46,12 +46,12 @@ class _CountingCuda:
 
 def count_cuda_calls() -> None:
     """Start counting CUDA calls; before any group is made."""
-    devices.install("cuda", cast(DeviceRuntime, _CountingCuda(devices.runtime("cuda"))))
+    runtimes.install("cuda", cast(DeviceRuntime, _CountingCuda(runtimes.runtime("cuda"))))
 
 
 def cuda_calls() -> Counter[str]:
     """The CUDA calls of this thread so far, by name."""
-    me, counting = threading.get_ident(), cast(Any, devices.runtime("cuda"))
+    me, counting = threading.get_ident(), cast(Any, runtimes.runtime("cuda"))
     return Counter({name: n for (thread, name), n in counting.calls.items() if thread == me})
 
 
@@ -127,7 +127,7 @@ def device_facts() -> dict[str, object]:
     """This rank's device, driver and NCCL."""
     from nccl_comm.library import locate
 
-    cuda = devices.runtime("cuda")
+    cuda = runtimes.runtime("cuda")
     facts = cuda.facts(0)
     nccl = locate.nccl()
     return {

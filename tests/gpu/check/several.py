@@ -18,7 +18,7 @@ from tests.gpu.check.kits import Kit
 from tests.gpu.check.place import Place, Ranks
 from tests.gpu.check.rank_jobs import expect
 from tests.gpu.check.record import Reporter, Skip
-from unicoll.arrays import devices
+from unicoll.devices import runtimes
 from unicoll.testing import conformance_jobs
 
 _TIMEOUT_S = 20.0
@@ -52,7 +52,7 @@ def a_rank_is_bound_to_the_device_of_its_local_rank(k: Kit) -> None:
     resources = group._backends.for_device("cuda").resources
     assert resources is not None, "the group has not connected"
     assert resources.device == rank_jobs.local_rank()
-    assert devices.runtime("cuda").device_count() >= dist.get_world_size()
+    assert runtimes.runtime("cuda").device_count() >= dist.get_world_size()
 
 
 def the_first_all_reduce_on_the_default_stream(k: Kit) -> None:
@@ -123,7 +123,7 @@ def each_process_uses_its_own_device_only(k: Kit) -> None:
     used = [uuid.strip() for pid, _, uuid in rows if pid.strip() == str(os.getpid())]
     if not used:
         raise Skip("nvidia-smi does not list this process (in a container)")
-    assert used == [devices.runtime("cuda").facts(rank_jobs.local_rank()).uuid]
+    assert used == [runtimes.runtime("cuda").facts(rank_jobs.local_rank()).uuid]
 
 
 PROGRAMS: tuple[Callable[[Kit], Any], ...] = (

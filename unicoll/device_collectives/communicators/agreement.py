@@ -16,8 +16,8 @@ from unicoll.errors import (
     RankLostError,
     StoreTimeoutError,
 )
-from unicoll.net import logs
-from unicoll.net.received_json import from_store
+from unicoll.net.objects.received_json import from_store
+from unicoll.process import logs
 
 if TYPE_CHECKING:
     from unicoll.net.stores import Store

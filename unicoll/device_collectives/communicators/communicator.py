@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import TypeVar
 
-from unicoll.arrays.device_runtime import DeviceRuntime, backoff
 from unicoll.backend import Call, Context, operation_errors
-from unicoll.backend.options import CallOptions
+from unicoll.calls.options import CallOptions
 from unicoll.device_collectives.communicators import agreement
 from unicoll.device_collectives.communicators.teardown import END_S, TeardownThreads
 from unicoll.device_collectives.communicators.unique_id import Origin
@@ -24,9 +23,10 @@ from unicoll.device_collectives.interface import (
     Operations,
 )
 from unicoll.device_collectives.reductions import factor_bytes
+from unicoll.devices.device_runtime import DeviceRuntime, backoff
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
-from unicoll.net import logs
-from unicoll.net.interrupts import Flag, LazyThread
+from unicoll.process import logs
+from unicoll.process.interrupts import Flag, LazyThread
 
 _Result = TypeVar("_Result")
 

@@ -6,8 +6,8 @@ import os
 import re
 from typing import Any
 
-from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.backend import Context
+from unicoll.devices.device_runtime import DeviceRuntime
 from unicoll.errors import DistArgumentError
 
 

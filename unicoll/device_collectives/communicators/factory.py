@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.backend import Call, Context
 from unicoll.device_collectives.communicators.communicator import Communicator
 from unicoll.device_collectives.communicators.unique_id import Origin, exchange_ids
 from unicoll.device_collectives.interface import CollectiveLibrary, Config, HandleSlot
+from unicoll.devices.device_runtime import DeviceRuntime
 
 
 @dataclass(frozen=True)

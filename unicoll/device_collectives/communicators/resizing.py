@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 
-from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.backend import Context
 from unicoll.device_collectives.communicators.agreement import Purpose, await_keys, gather_and_decide
 from unicoll.device_collectives.communicators.communicator import Communicator
 from unicoll.device_collectives.communicators.devices import bound_device
 from unicoll.device_collectives.communicators.unique_id import starting
 from unicoll.device_collectives.interface import SUCCESS, CollectiveLibrary
+from unicoll.devices.device_runtime import DeviceRuntime
 from unicoll.errors import DistArgumentError
-from unicoll.net.received_json import from_store
+from unicoll.net.objects.received_json import from_store
 
 RESIZE, RECONNECT, LAZY = "resize", "reconnect", "lazy"
 """The library grows or shrinks the communicator; all ranks make a new one, since it cannot; all do so at the first

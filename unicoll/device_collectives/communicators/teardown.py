@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from unicoll.arrays.device_runtime import DeviceRuntime
-from unicoll.net.interrupts import LazyThread
+from unicoll.devices.device_runtime import DeviceRuntime
+from unicoll.process.interrupts import LazyThread
 
 END_S = 10.0
 """How long the library may take to stop or end a communicator before the thread that waits for it is abandoned."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from unicoll.arrays.device_runtime import DeviceRuntime
 from unicoll.backend import Context
 from unicoll.device_collectives.communicators.agreement import (
     Purpose,
@@ -24,6 +23,7 @@ from unicoll.device_collectives.communicators.agreement import (
 )
 from unicoll.device_collectives.errors import error_for
 from unicoll.device_collectives.interface import CollectiveLibrary
+from unicoll.devices.device_runtime import DeviceRuntime
 from unicoll.errors import DistArgumentError
 
 MakeId = Callable[[], tuple[int, bytes]]

@@ -11,7 +11,7 @@ from unicoll.device_collectives.communicators.communicator import Communicator
 from unicoll.device_collectives.in_flight import InFlight
 from unicoll.device_collectives.memory.one_sided import check_put, no_window
 from unicoll.device_collectives.memory.registered_memory import Region, RegisteredMemory
-from unicoll.device_collectives.memory.symmetric import DeviceArray, SymmetricMemory
+from unicoll.device_collectives.memory.symmetric_memory import DeviceArray, SymmetricMemory
 from unicoll.device_collectives.memory.window_agreement import Extent
 from unicoll.errors import DistArgumentError
 

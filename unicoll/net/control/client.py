@@ -27,25 +27,25 @@ from unicoll.errors import (
     RankLostError,
     StoreTimeoutError,
 )
-from unicoll.net import environment, logs
-from unicoll.net.authenticated_server import describe_refusals
-from unicoll.net.channel import Connection
 from unicoll.net.control.clock import ClockOffset, Offset
 from unicoll.net.control.departures import Departures, publish_refusal
 from unicoll.net.control.group_failures import GroupFailures
+from unicoll.net.control.join_warnings import title, warn_while_waiting
 from unicoll.net.control.relay import PeerInfo, Relay, departure_of
 from unicoll.net.control.relay_connection import Message, RelayConnection
 from unicoll.net.control.reports import Report, Reports
 from unicoll.net.control.standby import Standby
-from unicoll.net.formatting import printable_values, ranks_text
-from unicoll.net.framed_server import read_frame
-from unicoll.net.host_identity import UNKNOWN_HOST, host_id
-from unicoll.net.interfaces import FIREWALL_HINT, in_zone_of, join_hostport, require_descriptors
-from unicoll.net.interrupts import Changes, raised_by_handler
-from unicoll.net.join_warnings import title, warn_while_waiting
-from unicoll.net.received_json import from_store
-from unicoll.net.records import TamperedError
-from unicoll.net.timeouts import seconds_left
+from unicoll.net.objects.received_json import from_store
+from unicoll.net.wire.authenticated_server import describe_refusals
+from unicoll.net.wire.channel import Connection
+from unicoll.net.wire.framed_server import read_frame
+from unicoll.net.wire.interfaces import FIREWALL_HINT, in_zone_of, join_hostport, require_descriptors
+from unicoll.net.wire.records import TamperedError
+from unicoll.process import environment, logs
+from unicoll.process.formatting import printable_values, ranks_text
+from unicoll.process.host_identity import UNKNOWN_HOST, host_id
+from unicoll.process.interrupts import Changes, raised_by_handler
+from unicoll.process.timeouts import seconds_left
 
 if TYPE_CHECKING:
     from unicoll.net.stores import Store

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from unicoll.net.interrupts import Changes
+from unicoll.process.interrupts import Changes
 
 Message = dict[str, Any]
 

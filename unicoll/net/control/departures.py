@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from unicoll.net.formatting import printable_line
-from unicoll.net.interrupts import Changes
-from unicoll.net.received_json import parse
+from unicoll.net.objects.received_json import parse
+from unicoll.process.formatting import printable_line
+from unicoll.process.interrupts import Changes
 
 if TYPE_CHECKING:
     from unicoll.net.control.relay import Departure

@@ -8,8 +8,8 @@ from typing import Any
 
 import unicoll.errors as errors
 from unicoll.errors import DistError
-from unicoll.net.formatting import printable, printable_values
-from unicoll.net.interrupts import Changes
+from unicoll.process.formatting import printable, printable_values
+from unicoll.process.interrupts import Changes
 
 Message = dict[str, Any]
 

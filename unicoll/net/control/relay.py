@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from unicoll.net.authenticated_server import Client
-from unicoll.net.channel import keep_alive
 from unicoll.net.control.clock import ClockOffset
 from unicoll.net.control.deadlock_detector import DeadlockDetector
-from unicoll.net.formatting import printable_line
-from unicoll.net.framed_server import MAX_FRAME, FrameServer, frame
-from unicoll.net.interfaces import in_zone_of
-from unicoll.net.interrupts import Changes
-from unicoll.net.records import TamperedError
+from unicoll.net.wire.authenticated_server import Client
+from unicoll.net.wire.channel import keep_alive
+from unicoll.net.wire.framed_server import MAX_FRAME, FrameServer, frame
+from unicoll.net.wire.interfaces import in_zone_of
+from unicoll.net.wire.records import TamperedError
+from unicoll.process.formatting import printable_line
+from unicoll.process.interrupts import Changes
 
 Departure = tuple[int, str, str]
 """A rank that has ended, a sentence on how it ended, and "left", "failed" or "died" (it did not leave the job)."""

@@ -9,10 +9,10 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from unicoll.net.channel import Connection, authenticate, keep_alive
-from unicoll.net.fork_safety import guard
-from unicoll.net.framed_server import frame, handshake_address
-from unicoll.net.interrupts import Changes
+from unicoll.net.wire.channel import Connection, authenticate, keep_alive
+from unicoll.net.wire.framed_server import frame, handshake_address
+from unicoll.process.fork_safety import guard
+from unicoll.process.interrupts import Changes
 
 Message = dict[str, Any]
 

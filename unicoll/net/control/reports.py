@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from unicoll.net.formatting import printable_values
-from unicoll.net.interrupts import Changes
+from unicoll.process.formatting import printable_values
+from unicoll.process.interrupts import Changes
 
 Message = dict[str, Any]
 Report = dict[str, Any]

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from unicoll.net.authenticated_server import listen
 from unicoll.net.control.relay import Departure, PeerInfo, Relay, Takeover
-from unicoll.net.fork_safety import guard
-from unicoll.net.interfaces import in_zone_of
-from unicoll.net.secret import Secret
+from unicoll.net.wire.authenticated_server import listen
+from unicoll.net.wire.interfaces import in_zone_of
+from unicoll.net.wire.secret import Secret
+from unicoll.process.fork_safety import guard
 
 if TYPE_CHECKING:
     from unicoll.net.stores import Store

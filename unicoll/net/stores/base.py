@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, SupportsIndex
 
 from unicoll.errors import DistArgumentError, DistStoreError, DistTypeError, StoreTimeoutError
-from unicoll.net.timeouts import to_seconds
+from unicoll.process.timeouts import to_seconds
 
 Timeout = timedelta | float
 Value = str | bytes

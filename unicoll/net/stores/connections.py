@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from unicoll.errors import AuthenticationError, DistNetworkError
-from unicoll.net import peer_credentials
-from unicoll.net.channel import Connection, authenticate, keep_alive
-from unicoll.net.fork_safety import guard
-from unicoll.net.handshake import NoAnswerError
-from unicoll.net.interfaces import join_hostport
-from unicoll.net.interrupts import raised_by_handler
-from unicoll.net.secret import Secret
 from unicoll.net.stores.tcp_server import PURPOSE
-from unicoll.net.timeouts import backoff, seconds_left
+from unicoll.net.wire import peer_credentials
+from unicoll.net.wire.channel import Connection, authenticate, keep_alive
+from unicoll.net.wire.handshake import NoAnswerError
+from unicoll.net.wire.interfaces import join_hostport
+from unicoll.net.wire.secret import Secret
+from unicoll.process.fork_safety import guard
+from unicoll.process.interrupts import raised_by_handler
+from unicoll.process.timeouts import backoff, seconds_left
 
 _ATTEMPT_SECONDS = 10.0
 _PAUSES = (0.01, 1.0)

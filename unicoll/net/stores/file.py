@@ -13,7 +13,7 @@ from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.file_log import FileLog
 from unicoll.net.stores.protocol import StoreOp
 from unicoll.net.stores.table import WaitRequired
-from unicoll.net.timeouts import backoff, seconds_left
+from unicoll.process.timeouts import backoff, seconds_left
 
 _POLL_PAUSES = (0.001, 0.05, 1.5)
 

@@ -17,9 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from unicoll.errors import DistStoreError
-from unicoll.net import peer_credentials
-from unicoll.net.fork_safety import in_child
-from unicoll.net.interrupts import raised_by_handler
 from unicoll.net.stores.protocol import (
     REQUEST,
     MalformedError,
@@ -31,7 +28,10 @@ from unicoll.net.stores.protocol import (
     validate,
 )
 from unicoll.net.stores.table import HIDDEN, Table, WaitRequired
-from unicoll.net.timeouts import backoff
+from unicoll.net.wire import peer_credentials
+from unicoll.process.fork_safety import in_child
+from unicoll.process.interrupts import raised_by_handler
+from unicoll.process.timeouts import backoff
 
 FIRST_LINE = b"unicoll file store 1\n"
 T = TypeVar("T")

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 
 from unicoll.errors import DistStoreError
-from unicoll.net.interrupts import Changes
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.protocol import StoreOp
 from unicoll.net.stores.table import Table, WaitRequired
+from unicoll.process.interrupts import Changes
 
 
 class _Shared:

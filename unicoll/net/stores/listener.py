@@ -9,12 +9,12 @@ import threading
 from collections.abc import Sequence
 
 from unicoll.errors import DistArgumentError, DistNetworkError
-from unicoll.net import logs
-from unicoll.net.authenticated_server import listen
-from unicoll.net.fork_safety import in_child
-from unicoll.net.interfaces import is_loopback_name, join_hostport
-from unicoll.net.secret import Secret
 from unicoll.net.stores.tcp_server import StoreServer
+from unicoll.net.wire.authenticated_server import listen
+from unicoll.net.wire.interfaces import is_loopback_name, join_hostport
+from unicoll.net.wire.secret import Secret
+from unicoll.process import logs
+from unicoll.process.fork_safety import in_child
 
 _BACKLOG = 65535
 _ALL_INTERFACES = "*"

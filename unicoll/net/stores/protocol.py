@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from itertools import cycle
 
-from unicoll.net import environment
+from unicoll.process import environment
 
 REQUEST = struct.Struct("<QBd")
 REPLY = struct.Struct("<QB")

@@ -15,11 +15,6 @@ from unicoll.errors import (
     DistTypeError,
     StoreTimeoutError,
 )
-from unicoll.net.channel import Connection
-from unicoll.net.interfaces import join_hostport
-from unicoll.net.interrupts import raised_by_handler
-from unicoll.net.records import TamperedError
-from unicoll.net.secret import Secret, find_secret
 from unicoll.net.stores.base import DEFAULT_TIMEOUT, Timeout
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.connections import ConnectionPool
@@ -32,7 +27,12 @@ from unicoll.net.stores.listener import (
 from unicoll.net.stores.protocol import REPLY, MalformedError, Status, StoreOp, unpack_fields, validate_reply
 from unicoll.net.stores.table import HIDDEN
 from unicoll.net.stores.tcp_server import StoreServer
-from unicoll.net.timeouts import seconds_left
+from unicoll.net.wire.channel import Connection
+from unicoll.net.wire.interfaces import join_hostport
+from unicoll.net.wire.records import TamperedError
+from unicoll.net.wire.secret import Secret, find_secret
+from unicoll.process.interrupts import raised_by_handler
+from unicoll.process.timeouts import seconds_left
 
 _JOINED = HIDDEN + b"joined"
 _ANSWER_SECONDS = 10.0
@@ -58,7 +58,7 @@ class TCPStore(RequestStore):
         multi_tenant: masters of one process share the server of one port, and so its keys.
         master_listen_fd: a bound TCP socket for the master to use instead of creating one.
         use_libuv: accepted for compatibility, without effect.
-        secret: the job's secret; None reads it from the environment (:func:`unicoll.net.secret.find_secret`).
+        secret: the job's secret; None reads it from the environment (:func:`unicoll.net.wire.secret.find_secret`).
         bind: addresses for the master to listen on, comma-separated, instead of the rule above.
         retry: False: a server that cannot be reached is an error at once, and not awaited until the timeout.
 

@@ -11,11 +11,6 @@ from collections.abc import Sequence
 from itertools import count
 
 from unicoll.errors import DistStoreError
-from unicoll.net import peer_credentials
-from unicoll.net.authenticated_server import Client, Server
-from unicoll.net.channel import keep_alive
-from unicoll.net.interfaces import is_loopback_name
-from unicoll.net.secret import Secret
 from unicoll.net.stores.protocol import (
     REQUEST,
     MalformedError,
@@ -28,7 +23,12 @@ from unicoll.net.stores.protocol import (
     validate,
 )
 from unicoll.net.stores.table import Table, WaitRequired
-from unicoll.net.timeouts import seconds_left
+from unicoll.net.wire import peer_credentials
+from unicoll.net.wire.authenticated_server import Client, Server
+from unicoll.net.wire.channel import keep_alive
+from unicoll.net.wire.interfaces import is_loopback_name
+from unicoll.net.wire.secret import Secret
+from unicoll.process.timeouts import seconds_left
 
 PURPOSE = b"store"
 

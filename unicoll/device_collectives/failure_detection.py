@@ -1,0 +1,314 @@
+"""Failures of one group: deadlines, deaths of ranks, the library's asynchronous errors, abort and teardown.
+
+The watchdog's thread calls :meth:`FailureDetection.sweep` for every group. A failure, which a sweep finds or another
+rank announces, stops the communicator.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from unicoll.backend import Call, operation_errors
+from unicoll.backend.group_state import GroupState
+from unicoll.calls.error_marks import is_delivered
+from unicoll.device_collectives.communicators.teardown import END_S
+from unicoll.device_collectives.group_resources import GroupResources
+from unicoll.device_collectives.in_flight import InFlight
+from unicoll.device_collectives.interface import SUCCESS
+from unicoll.device_collectives.watchdog_thread import WatchdogThread
+from unicoll.errors import (
+    DistArgumentError,
+    DistError,
+    OperationTimeoutError,
+    RankLostError,
+)
+from unicoll.process import logs
+from unicoll.process.interrupts import Flag
+
+_WARNING_S = 20.0
+"""How long :meth:`FailureDetection.close` waits for operations in flight before it logs a warning."""
+_UNRAISED_S = 1.0
+"""How long after a failure it is logged if no call has raised it; a thread that waits for an operation raises it at
+once."""
+_abandoned: list[tuple[Call, ...]] = []
+"""Calls that a library could not stop: the device may use their arrays until the process ends."""
+
+
+class FailureDetection:
+    """Detection of the failures of one group.
+
+    Args:
+        state: of the group.
+        lock: the group's lock, which a thread holds while it uses the communicator.
+
+    Attributes:
+        watchdog: the process's watchdog, once the group has connected.
+    """
+
+    def __init__(self, state: GroupState, lock: threading.RLock) -> None:
+        context = state.context
+        self.watchdog: WatchdogThread | None = None
+        self._context = context
+        self._state = state
+        self._lock = lock
+        self._log = logs.logger(context.backend)
+        self._resources: GroupResources | None = None
+        self._log_at: float | None = None  # when the failure is logged unless a call has raised it
+        self._aborted = Flag()  # set when a failed group has been stopped, or cannot fail any more
+        state.add_listener(self._start_abort)
+        if context.job.control is not None:
+            context.job.control.watch(context.name, context.backend, state.abort, self._report)
+
+    def start(self, resources: GroupResources) -> None:
+        """Supervise a group that has connected."""
+        context = self._context
+        self.watchdog = context.job.shared(
+            f"{context.backend}-watchdog", partial(WatchdogThread, context.backend, resources.comm.runtime)
+        )
+        self._resources = resources
+        self.watchdog.watch(self)
+
+    def sweep_often(self) -> None:
+        """Have the watchdog sweep more often, since a callback is pending."""
+        if self.watchdog is not None:
+            self.watchdog.sweep_often()
+
+    def check(self, call: Call | None) -> None:
+        """Raise if the group has failed or a member died; called repeatedly while a thread waits for the library."""
+        self._state.check()
+        self._check_departures(call)
+
+    # --- the watchdog's sweep -----------------------------------------------------------------------------------
+
+    def sweep(self, now: float) -> bool:
+        """Remove what has ended, and fail the group if something went wrong; True if callbacks are pending.
+
+        On the watchdog's thread.
+        """
+        resources, watchdog = self._resources, self.watchdog
+        assert resources is not None
+        assert watchdog is not None
+        try:
+            watchdog.drop(resources.in_flight.reap())
+            if self._state.error is None:
+                self._check_communicator(resources, now)
+        except DistError as e:
+            self._state.announce(e)
+        if self._log_at is not None and now >= self._log_at:
+            self._log_at = None
+            self._log_failure(resources.in_flight.lost)
+        return resources.in_flight.has_callbacks
+
+    def _log_failure(self, lost: str) -> None:
+        """Log the error with which the group has failed if no call has raised it."""
+        error = self._state.error
+        if error is not None and not is_delivered(error):
+            self._log.error(
+                "group %r has failed, and the results of %s are undefined: %s",
+                self._context.name,
+                lost,
+                error,
+            )
+
+    def sweep_failed(self, cause: BaseException) -> None:
+        """Fail the group because a sweep raised: without sweeps no operation ends. On the watchdog's thread."""
+        if self._state.error is None:
+            self._state.abort(operation_errors.thread_failed(self._context, cause))
+
+    def _check_communicator(self, resources: GroupResources, now: float) -> None:
+        """Raise if the library reports an error, a member died or a deadline has passed."""
+        comm, in_flight = resources.comm, resources.in_flight
+        state = comm.state()
+        first = in_flight.operations[0] if in_flight.operations else None
+        self._check_issuing(in_flight, now)
+        if state not in (SUCCESS, comm.library.in_progress):
+            call = first.describe_call() if first is not None else None
+            comm.await_death_notice(state, call)
+            raise comm.error(state, "an operation in progress", call)
+        if first is None:
+            return
+        self._check_departures(first.describe_call())
+        overdue = in_flight.overdue(now)
+        if overdue is not None:
+            raise operation_errors.timeout_error(self._context, overdue.describe_call())
+
+    def _check_issuing(self, in_flight: InFlight, now: float) -> None:
+        """Raise if a thread is in the library for longer than its call's timeout.
+
+        NCCL connects ranks within their first calls, and waits there without limit for a rank that is gone.
+        """
+        issuing = in_flight.issuing
+        if issuing is None:
+            return
+        call, deadline = issuing
+        self._check_departures(call)
+        if now >= deadline:
+            raise operation_errors.timeout_error(self._context, call)
+
+    def _check_departures(self, call: Call | None) -> None:
+        """Raise if a member died: the library itself may never notice."""
+        context, control = self._context, self._context.job.control
+        rank = operation_errors.first_dead_member(context)
+        if rank is None:
+            return
+        assert control is not None
+        reason = control.departed[rank]
+        if call is not None:
+            raise operation_errors.rank_lost_error(context, call, context.ranks.index(rank), reason)
+        raise RankLostError(
+            f"group {context.name!r}, while it connected: {reason}", group=context.name, rank=rank
+        )
+
+    def _report(self) -> dict[str, Any]:
+        """The operation that this rank is in, and the last one posted, for the error of another rank."""
+        if self._resources is None:
+            return operation_errors.report(None, None)
+        in_flight = self._resources.in_flight
+        issuing, pending, last = in_flight.issuing, in_flight.first_pending(), in_flight.last
+        waits = issuing[0] if issuing else pending.describe_call() if pending is not None else None
+        return operation_errors.report(
+            waits,
+            last.describe_call().ended if last is not None else None,
+        )
+
+    # --- failure ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def failing_group(self, what: str | None = None) -> Iterator[None]:
+        """Within the context, in which all members do ``what``, an error fails the group: the others would wait.
+
+        An argument that is refused is refused on all members. Without ``what`` other errors are, too, and only a
+        timeout fails the group.
+        """
+        try:
+            yield
+        except DistArgumentError:
+            raise
+        except (OperationTimeoutError, RankLostError) as e:
+            self._state.announce(e)
+            raise
+        except DistError as e:
+            if what is not None and self._state.error is None:
+                self._state.announce(operation_errors.member_failed_error(self._context, what, e))
+            raise
+
+    def _start_abort(self, cause: DistError) -> None:
+        """Stop the group's operations, on another thread."""
+        resources = self._resources
+        if resources is None:
+            self._aborted.set()
+        else:
+            resources.comm.teardown_threads.start(partial(self._abort, resources, cause))
+
+    def _abort(self, resources: GroupResources, cause: DistError) -> None:
+        """Stop the device's work, and only then release the arrays."""
+        operations = resources.in_flight.fail(cause)
+        if resources.in_flight.lost:
+            self._log_at = time.monotonic() + _UNRAISED_S
+        if not resources.comm.stop(self._lock):
+            _abandoned.extend(work.calls for work in operations)
+            _abandoned.append(resources.in_flight.begun)
+        resources.in_flight.begun = ()
+        for work in operations:
+            work.finish(cause)
+            work.run_callbacks()
+        self._aborted.set()
+
+    def await_abort(self) -> None:
+        """If the group has failed, wait until its operations have been stopped."""
+        if self._state.error is not None:
+            self._aborted.wait(2 * END_S)  # it takes END_S at most, and users' callbacks
+
+    # --- teardown -----------------------------------------------------------------------------------------------
+
+    def await_idle(self, what: str, timeout: float) -> None:
+        """Wait until nothing is in flight: NCCL may deadlock if a communicator with work is split."""
+        assert self._resources is not None
+        if self._resources.in_flight.drain(time.monotonic() + timeout):
+            return
+        self._state.check()
+        raise OperationTimeoutError(
+            f"{what} waited {timeout:g} s for operations of group {self._context.name!r} to end",
+            group=self._context.name,
+        )
+
+    def close(self) -> None:
+        """Wait for what is in flight, and end the communicator; idempotent.
+
+        Raises:
+            DistError: the group failed while this waited, at an operation's deadline for example; or it had failed
+                with operations in flight, and no call has raised the error.
+        """
+        state, context, resources = self._state, self._context, self._resources
+        if state.closed:
+            return
+        failed_before = state.error
+        if resources is not None and failed_before is None:
+            self._drain(resources.in_flight)
+        failed = state.close()
+        if failed is None:
+            self._aborted.set()
+        if context.job.control is not None:
+            context.job.control.unwatch(context.name, context.backend)
+        if resources is None:
+            return
+        assert self.watchdog is not None
+        self.watchdog.unwatch(self)
+        self.await_abort()
+        ended = self._end(resources, failed is None)
+        resources.in_flight.finish_all(state.error)
+        resources.memory.close(ended)
+        if ended:  # else the device may still use them
+            resources.release()
+        raised = failed_before is not None and (is_delivered(failed_before) or not resources.in_flight.lost)
+        if failed is not None and not raised:
+            raise failed.with_traceback(None) from None
+
+    def _drain(self, in_flight: InFlight) -> None:
+        """Wait until nothing is in flight or the group has failed; the watchdog fails it at an operation's deadline."""
+        if in_flight.drain(time.monotonic() + _WARNING_S) or self._state.error is not None:
+            return
+        departed = self._context.job.control.departed if self._context.job.control is not None else {}
+        gone = "".join(f"; {departed[rank]}" for rank in self._context.ranks if rank in departed)
+        self._log.warning(
+            "destroying group %r waits for %s%s", self._context.name, in_flight.describe(), gone
+        )
+        if not in_flight.drain(in_flight.last_deadline + END_S) and self._state.error is None:
+            self._state.announce(
+                OperationTimeoutError(
+                    f"destroying group {self._context.name!r}: the device was not done with {in_flight.describe()}"
+                    " by their deadlines",
+                    group=self._context.name,
+                )
+            )
+
+    def _end(self, resources: GroupResources, clean: bool) -> bool:
+        """End the communicator; False if it has not ended: the device may still use the group's memory."""
+        context, comm = self._context, resources.comm
+        if clean and context.job.exiting and resources.in_flight.recorded:
+            return False  # NCCL would wait for the graphs, which the program keeps
+        locked = self._lock.acquire(timeout=END_S)
+        try:
+            if not locked:
+                self._log.error("group %r is not ended: a thread is in %s", context.name, comm.library.name)
+                return False
+            if not clean:
+                return comm.abort()
+            resources.memory.deregister()
+            if comm.finish():
+                return True
+            if resources.in_flight.recorded:
+                self._log.error(
+                    "%s graphs with operations of group %r have to be deleted before it",
+                    comm.runtime.name,
+                    context.name,
+                )
+            return False
+        finally:
+            if locked:
+                self._lock.release()
