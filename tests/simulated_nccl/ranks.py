@@ -56,7 +56,7 @@ class Settings:
     version: int = 23007
     capabilities: tuple[tuple[int, int], ...] = ()
     prompt: bool = False
-    runtimes: str = "own"
+    devices: str = "own"
     own_stream: bool = False
     backend: str | None = "cpu:gloo,cuda:nccl"
     using: tuple[tuple[str, Any], ...] = ()

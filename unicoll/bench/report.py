@@ -126,7 +126,7 @@ def begin(
         "env": _environment(),
         "nccl_version": 0,
         "config": _config(options),
-        "devices": runtimes,
+        "devices": devices,
         "operation": options.op.name,
         "program": options.op.program,
         "ranks": ranks,

@@ -92,8 +92,8 @@ def _cupy() -> Iterator[Facts]:
         name, built = "CUDA", f"{runtime // 1000}.{runtime % 1000 // 10}"
     line = f"{cupy.__version__}, {name} {built}"
     yield {"cuda": built, "lines": [line]}
-    runtimes = cupy.cuda.runtime.getDeviceCount()
-    yield {"devices": runtimes, "lines": [f"{line}, {runtimes} device{'' if runtimes == 1 else 's'}"]}
+    devices = cupy.cuda.runtime.getDeviceCount()
+    yield {"devices": devices, "lines": [f"{line}, {devices} device{'' if devices == 1 else 's'}"]}
 
 
 def _mapped_nccl() -> list[str]:
