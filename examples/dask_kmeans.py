@@ -1,4 +1,5 @@
-"""k-means on a dask array: each rank has the partitions on its worker; the result is compared with NumPy's.
+"""k-means on a dask array: each rank has the partitions on its worker; the result is compared with
+NumPy's.
 
 python examples/dask_kmeans.py [address of a Dask scheduler]
 """
@@ -34,7 +35,8 @@ def fit(blocks, centers):
 
 
 def blocks_by_worker(client, array):
-    """The futures of the blocks of a persisted array, by the address of the worker that has them."""
+    """The futures of the blocks of a persisted array, by the address of the worker that has
+    them."""
     blocks = futures_of(array)
     workers = client.who_has(blocks)
     found = defaultdict(list)
@@ -56,7 +58,10 @@ def main(client):
     expected = kmeans(points.compute(), start, lambda totals: None)
     for rank, (size, centers) in enumerate(results):
         np.testing.assert_allclose(centers, expected)
-        print(f"rank {rank}: {size} of {len(points)} points, NumPy's centers:", *centers.round(2).tolist())
+        print(
+            f"rank {rank}: {size} of {len(points)} points, NumPy's centers:",
+            *centers.round(2).tolist(),
+        )
 
 
 if __name__ == "__main__":

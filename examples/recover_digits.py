@@ -1,11 +1,13 @@
-"""Trains a network on images of handwritten digits, and goes on with the same result when processes die.
+"""Trains a network on images of handwritten digits, and goes on with the same result when processes
+die.
 
     unirun -n 4 --replace examples/recover_digits.py
 
-Each batch is cut into eight micro-batches, which the processes share, and an ``ExactSum`` adds their gradients: so the
-weights have the same bits for every number of processes. Kill any process while it runs (``kill -9``): the others get
-RankLostError, the launcher starts another process, ``recover`` gives it the weights of one of the others, and the step
-is made again. The printed digest is that of a run in which nothing was killed.
+Each batch is cut into eight micro-batches, which the processes share, and an ``ExactSum`` adds
+their gradients: so the weights have the same bits for every number of processes. Kill any process
+while it runs (``kill -9``): the others get RankLostError, the launcher starts another process,
+``recover`` gives it the weights of one of the others, and the step is made again. The printed
+digest is that of a run in which nothing was killed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ BATCH, MICRO_BATCHES = 64, 8
 
 
 def train(
-    images: Images, epochs: int, before_step: Callable[[dist.ProcessGroup, int, int], None] | None = None
+    images: Images,
+    epochs: int,
+    before_step: Callable[[dist.ProcessGroup, int, int], None] | None = None,
 ) -> Network:
     """Train together with the other processes.
 

@@ -1,10 +1,12 @@
-"""Trains a small network on all processes with torch's DistributedDataParallel, over unicoll's backends.
+"""Trains a small network on all processes with torch's DistributedDataParallel, over unicoll's
+backends.
 
     torchrun --nproc-per-node 2 examples/torch_ddp.py
     unirun --nproc-per-node 2 examples/torch_ddp.py
     mpirun -n 2 python examples/torch_ddp.py
 
-With GPUs each process uses one and the backend ``nccl``; on CPUs the backend is ``mpi`` under mpirun, else ``gloo``.
+With GPUs each process uses one and the backend ``nccl``; on CPUs the backend is ``mpi`` under
+mpirun, else ``gloo``.
 """
 
 from __future__ import annotations

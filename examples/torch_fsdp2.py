@@ -1,4 +1,5 @@
-"""Trains a small transformer whose parameters are sharded over all processes, with torch's FSDP2, and saves it.
+"""Trains a small transformer whose parameters are sharded over all processes, with torch's FSDP2,
+and saves it.
 
     torchrun --nproc-per-node 2 examples/torch_fsdp2.py
     unirun --nproc-per-node 2 examples/torch_fsdp2.py

@@ -2,10 +2,10 @@
 
     unirun --nproc-per-node 4 examples/train_digits.py
 
-Each process computes the gradients of its share of every batch; ``GradientBuckets`` averages them over the
-processes during the backward pass. At the end the program checks the result: all processes have bit-identical
-weights, and they equal those of one process that trains on the whole batches, up to rounding. Otherwise it
-exits with 1. It runs with any number of processes, including one.
+Each process computes the gradients of its share of every batch; ``GradientBuckets`` averages them
+over the processes during the backward pass. At the end the program checks the result: all processes
+have bit-identical weights, and they equal those of one process that trains on the whole batches, up
+to rounding. Otherwise it exits with 1. It runs with any number of processes, including one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 import unicoll as dist
-from unicoll.parallel import DistributedSampler, GradientBuckets, broadcast_parameters, parameters_digest
+from unicoll.parallel import (
+    DistributedSampler,
+    GradientBuckets,
+    broadcast_parameters,
+    parameters_digest,
+)
 
 Array = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
@@ -29,8 +34,8 @@ DATA = Path(__file__).parent / "data" / "optdigits.csv.gz"
 TEST_IMAGES = 360
 MOMENTUM = 0.9
 WEIGHT_DECAY = 1e-4
-# The parallel sums round differently from the single process's, and training amplifies that, epoch by epoch;
-# a wrong gradient or a lost sample changes the first digits.
+# The parallel sums round differently from the single process's, and training amplifies that, epoch
+# by epoch; a wrong gradient or a lost sample changes the first digits.
 ROUNDING = 1e-9
 
 
@@ -50,7 +55,8 @@ class Network:
             self.parameters.append(np.zeros(outputs))
 
     def forward(self, images: Array) -> list[Array]:
-        """The images and each layer's output; the last one's rows are logarithms of probabilities."""
+        """The images and each layer's output; the last one's rows are logarithms of
+        probabilities."""
         outputs = [images]
         for layer in range(0, len(self.parameters), 2):
             weights, bias = self.parameters[layer : layer + 2]
@@ -63,7 +69,8 @@ class Network:
         return outputs
 
     def backward(self, outputs: list[Array], labels: Labels) -> Iterator[tuple[int, Array]]:
-        """Each parameter's number and gradient of the mean loss, from the last layer to the first."""
+        """Each parameter's number and gradient of the mean loss, from the last layer to the
+        first."""
         delta = np.exp(outputs[-1])
         delta[np.arange(len(labels)), labels] -= 1
         delta /= len(labels)
@@ -76,7 +83,8 @@ class Network:
 
 
 class Optimizer:
-    """Stochastic gradient descent with momentum and weight decay; the rate falls to zero along a cosine."""
+    """Stochastic gradient descent with momentum and weight decay; the rate falls to zero along a
+    cosine."""
 
     def __init__(self, parameters: list[Array], rate: float, steps: int) -> None:
         self.parameters = parameters
@@ -87,7 +95,9 @@ class Optimizer:
 
     def step(self, gradients: list[Array]) -> None:
         rate = self.rate * (1 + np.cos(np.pi * self.done / self.steps)) / 2
-        for parameter, velocity, gradient in zip(self.parameters, self.velocities, gradients, strict=True):
+        for parameter, velocity, gradient in zip(
+            self.parameters, self.velocities, gradients, strict=True
+        ):
             velocity *= MOMENTUM
             velocity -= rate * (gradient + WEIGHT_DECAY * parameter)
             parameter += velocity
@@ -135,7 +145,8 @@ def train_parallel(images: Images, epochs: int, share: int, rate: float, seed: i
     broadcast_parameters(network.parameters)
     sampler = DistributedSampler(images, shuffle=True, seed=seed)
     optimizer = Optimizer(network.parameters, rate, epochs * steps_per_epoch(len(sampler), share))
-    # Buckets smaller than this small network, so that the last layers' gradients travel before the first's.
+    # Buckets smaller than this small network, so that the last layers' gradients travel before the
+    # first's.
     buckets = GradientBuckets(network.parameters, bucket_cap_mb=0.07, first_bucket_mb=0.07)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
@@ -160,18 +171,25 @@ def train_parallel(images: Images, epochs: int, share: int, rate: float, seed: i
         if rank == 0 and (epoch + 1 == epochs or (epoch + 1) % max(1, epochs // 12) == 0):
             loss, correct, seen = totals
             print(
-                f"epoch {epoch + 1:3d}/{epochs}  loss {loss / seen:.4f}  accuracy {correct / seen:6.1%}  "
-                f"{seen / seconds:8,.0f} images/s on {world}  waiting for gradients {waited / seconds:4.0%}",
+                f"epoch {epoch + 1:3d}/{epochs}  loss {loss / seen:.4f}  accuracy"
+                f" {correct / seen:6.1%}  {seen / seconds:8,.0f} images/s on {world}  waiting for"
+                f" gradients {waited / seconds:4.0%}",
                 flush=True,
             )
     return network
 
 
-def train_alone(images: Images, epochs: int, share: int, rate: float, seed: int, world: int) -> Network:
+def train_alone(
+    images: Images, epochs: int, share: int, rate: float, seed: int, world: int
+) -> Network:
     """The same training in one process: the same batches, whole, in the same order."""
     network = Network(seed)
-    samplers = [DistributedSampler(images, world, rank, shuffle=True, seed=seed) for rank in range(world)]
-    optimizer = Optimizer(network.parameters, rate, epochs * steps_per_epoch(len(samplers[0]), share))
+    samplers = [
+        DistributedSampler(images, world, rank, shuffle=True, seed=seed) for rank in range(world)
+    ]
+    optimizer = Optimizer(
+        network.parameters, rate, epochs * steps_per_epoch(len(samplers[0]), share)
+    )
     for epoch in range(epochs):
         for sampler in samplers:
             sampler.set_epoch(epoch)
@@ -198,14 +216,19 @@ def same_everywhere(network: Network) -> bool:
         if different:
             print(f"weights: ranks {different} DIFFER from rank 0")
         else:
-            print(f"weights: bit-identical on all {world} processes (SHA-256 {str(digests[0])[:16]}...)")
+            print(
+                f"weights: bit-identical on all {world} processes (SHA-256"
+                f" {str(digests[0])[:16]}...)"
+            )
     return not different
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=64, help="images per step, over all processes")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="images per step, over all processes"
+    )
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate at the start")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
@@ -222,7 +245,9 @@ def main() -> int:
     share = max(1, chosen.batch_size // world)
     if rank == 0:
         rounded = (
-            f" ({chosen.batch_size} is no multiple of {world})" if share * world != chosen.batch_size else ""
+            f" ({chosen.batch_size} is no multiple of {world})"
+            if share * world != chosen.batch_size
+            else ""
         )
         print(
             f"{len(training)} training images, {len(test)} test images; {world} processes, "
@@ -237,7 +262,8 @@ def main() -> int:
         alone = train_alone(training, chosen.epochs, share, chosen.lr, chosen.seed, world)
         difference = relative_difference(network, alone)
         print(
-            f"largest relative difference to the single-process run: {difference:.1e} (bound {ROUNDING:.0e})"
+            f"largest relative difference to the single-process run: {difference:.1e} (bound"
+            f" {ROUNDING:.0e})"
         )
         good = good and difference <= ROUNDING
         print("VERDICT: " + ("identical and correct" if good else "FAILED"), flush=True)

@@ -1,4 +1,5 @@
-"""The CPU backend, named ``gloo``: sockets and shared memory between processes, reductions in NumPy."""
+"""The CPU backend, named ``gloo``: sockets and shared memory between processes, reductions in
+NumPy."""
 
 from __future__ import annotations
 

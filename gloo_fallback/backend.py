@@ -1,4 +1,5 @@
-"""The CPU backend of one group: collectives through shared memory or sockets, and point-to-point messages."""
+"""The CPU backend of one group: collectives through shared memory or sockets, and point-to-point
+messages."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from unicoll.backend.connections import Endpoint
 from unicoll.backend.group_state import GroupState
 from unicoll.backend.host import Execute, HostBackend, exchange_sizes, one_rank
 from unicoll.calls.options import as_options
-from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistArgumentError, DistError
+from unicoll.errors import (
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    DistArgumentError,
+    DistError,
+)
 from unicoll.process import environment
 from unicoll.process.formatting import backend_text
 
@@ -34,7 +40,8 @@ class GlooBackend(HostBackend):
 
     def __init__(self, context: Context) -> None:
         self._connections: GroupConnections | None = None
-        self._transport: Transport | None = None  # selected by the first collective
+        # Selected by the first collective.
+        self._transport: Transport | None = None
         self._quietly = quiet_runner()
         self._spins = 0
         self._symmetric = SymmetricMemory()
@@ -47,7 +54,8 @@ class GlooBackend(HostBackend):
             endpoint = Endpoint.of(context.job)
             endpoint.read_directory()
             self._spins = 0 if _oversubscribed(context) else _SPINS
-            transport_preference()  # raises for an invalid setting before any rank waits
+            # Raises for an invalid setting before any rank waits.
+            transport_preference()
             self._connections = GroupConnections(state, endpoint, self._spins)
             self._connections.deterministic = in_order
             engine = P2PEngine(state, endpoint, self._spins, self.thread_failed)
@@ -76,7 +84,8 @@ class GlooBackend(HostBackend):
             call.write_back()
             return
         state.call = call
-        state.deadline = 0.0  # set when the call waits for the first time
+        # Set when the call waits for the first time.
+        state.deadline = 0.0
         withdrawn = False
         try:
             transport = self._transport
@@ -92,7 +101,8 @@ class GlooBackend(HostBackend):
                 if done is False:
                     sizes = self._sizes(transport, call)
                     transport.table[call.op.name](transport.target, call, sizes)
-            for buffer in call.outputs:  # as call.write_back()
+            # As call.write_back().
+            for buffer in call.outputs:
                 if buffer.unpack is not None:
                     buffer.unpack()
         except BaseException as e:
@@ -101,14 +111,16 @@ class GlooBackend(HostBackend):
             raise
         finally:
             if not withdrawn:
-                state.last = call.seq, call.kind or call  # as call.ended, which costs more
+                # As call.ended, which costs more.
+                state.last = call.seq, call.kind or call
             state.call = None
 
     def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
         return self._symmetric.allocate(self.context, execute, self._near, shape, dtype)
 
     def _execute_allocation(self, call: Call) -> None:
-        """Execute an exchange of an allocation; all later calls in the group's order may have symmetric arrays."""
+        """Execute an exchange of an allocation; all later calls in the group's order may have
+        symmetric arrays."""
         self.execute(call)
         if self._transport is not None and self._transport.slots is not None:
             self._transport.slots.symmetric = self._symmetric
@@ -173,14 +185,16 @@ class GlooBackend(HostBackend):
         if self._connections is None:
             return
         self._connections.shut_down()
-        if self._idle():  # else an operation still uses them: the sockets are closed with the job
+        # Else an operation still uses them: the sockets are closed with the job.
+        if self._idle():
             self._connections.close()
             if self._transport is not None:
                 self._transport.close()
 
 
 def _oversubscribed(context: Context) -> bool:
-    """True if this host runs more ranks of the group than it has cores: waiting then must not spin."""
+    """True if this host runs more ranks of the group than it has cores: waiting then must not
+    spin."""
     control = context.job.control
     local = context.size
     if control is not None and control.peers:

@@ -1,7 +1,7 @@
 """The MPI backend, ``mpi``: mpi4py's communicators, where an MPI launcher started the processes.
 
-Importing this package imports neither mpi4py nor an MPI library; :mod:`mpi_comm.runtime.init_finalize` does, once
-MPI is chosen.
+Importing this package imports neither mpi4py nor an MPI library;
+:mod:`mpi_comm.runtime.init_finalize` does, once MPI is chosen.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ def backend_class() -> type[MPIBackend]:
 
 
 def describe_mpi_world(timeout: float) -> tuple[int, int, str, bool, str]:
-    """Initialise MPI and describe MPI_COMM_WORLD; the processes may wait for each other in the initialisation.
+    """Initialise MPI and describe MPI_COMM_WORLD; the processes may wait for each other in the
+    initialisation.
 
     Args:
-        timeout: seconds that the initialisation may take; it cannot be cancelled, so the process then exits.
+        timeout: seconds that the initialisation may take; it cannot be cancelled, so the process
+            then exits.
 
     Returns:
-        rank, number of processes, the library's name and version, whether :func:`open_store` may be used, and
-        how CUDA arrays are passed to the library, with the reason.
+        rank, number of processes, the library's name and version, whether :func:`open_store` may be
+        used, and how CUDA arrays are passed to the library, with the reason.
 
     Raises:
         BackendUnavailableError: MPI cannot be used in this process.
@@ -51,7 +53,8 @@ def register_job(job: Job) -> None:
 
 
 def open_store(deadline: float) -> MPIStore:
-    """A store over MPI, shared by all processes of MPI_COMM_WORLD, which all open it by ``deadline``.
+    """A store over MPI, shared by all processes of MPI_COMM_WORLD, which all open it by
+    ``deadline``.
 
     Raises:
         BackendUnavailableError: MPI cannot be used in this process.

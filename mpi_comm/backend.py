@@ -38,7 +38,8 @@ _MESSAGES = frozenset(("send", "recv"))
 _PROBE = frozenset((PROBE.name,))
 _NATIVE = frozenset((*REDUCTIONS, *COLLECTIVES, *LAYOUT_DEPENDENT, *ROOT_SIZED, *_MESSAGES))
 _LONG = 1 << 25
-"""Bytes from which a blocking call runs on the queue's thread, so that it can be given up at its deadline."""
+"""Bytes from which a blocking call runs on the queue's thread, so that it can be given up at its
+deadline."""
 _FEW = _LONG // 16
 """Elements up to which an array of any type is smaller."""
 
@@ -58,7 +59,8 @@ class MPIBackend(HostBackend):
         self._quietly = quiet_runner()
         self._members: WorldRanks | None = None
         self._large_host_arrays: LargeHostArrays | None = None
-        self._moving = False  # True once the call executed last has begun to move data
+        # True once the call executed last has begun to move data.
+        self._moving = False
         engine, state = None, GroupState(context)
         if context.size > 1:
             self._members = members = world_ranks_of(context.job)
@@ -67,7 +69,8 @@ class MPIBackend(HostBackend):
             engine = MPIP2PEngine(self.communicator, self.thread_failed)
         self._direct = self.cuda.direct
         super().__init__(context, engine, state)
-        self._collectives["symmetric_empty"] = self.execute  # the exchanges of an allocation
+        # The exchanges of an allocation.
+        self._collectives["symmetric_empty"] = self.execute
         if self.communicator is not None:
             self.mpi.groups.add(self)
             watchdog.watch(self)
@@ -82,7 +85,8 @@ class MPIBackend(HostBackend):
 
     @classmethod
     def create(cls, context: Context) -> MPIBackend:
-        return cls(context)  # the communicator watches the group, from before it is made
+        # The communicator watches the group, from before it is made.
+        return cls(context)
 
     def set_delegate(self, backend: HostBackend) -> None:
         assert self.communicator is not None
@@ -101,10 +105,13 @@ class MPIBackend(HostBackend):
         """The backend with the group's symmetric memory."""
         if self._large_host_arrays is None:
             context, control = self.context, self.context.job.control
-            hosts = {control.peers[rank].host for rank in context.ranks} if control is not None else ()
+            hosts = (
+                {control.peers[rank].host for rank in context.ranks} if control is not None else ()
+            )
             raise BackendUnavailableError(
-                f"{what}: backend mpi has symmetric memory in groups of one host, where it uses that of gloo;"
-                f" the ranks of group {context.name!r} are on {', '.join(sorted(hosts))}"
+                f"{what}: backend mpi has symmetric memory in groups of one host, where it uses"
+                f" that of gloo; the ranks of group {context.name!r} are on"
+                f" {', '.join(sorted(hosts))}"
             )
         return self._large_host_arrays.backend
 
@@ -143,7 +150,8 @@ class MPIBackend(HostBackend):
             # an eager message is in host memory
             return arrays[0].nbytes > EAGER_LIMIT
         if self._single_threaded and not self.mpi.nonblocking_takes_device:
-            return False  # no call of MPI may block
+            # No call of MPI may block.
+            return False
         return call.reduce is None or is_native(communicator, call)
 
     def keeps(self, call: Call) -> bool:
@@ -153,7 +161,8 @@ class MPIBackend(HostBackend):
         communicator, state = self.communicator, self.state
         if communicator is None:
             state.check()
-            self._quietly(one_rank, call)  # overflow and NaN are results, as on a GPU
+            # Overflow and NaN are results, as on a GPU.
+            self._quietly(one_rank, call)
             call.write_back()
             return
         self._moving = withdrawn = False
@@ -166,7 +175,8 @@ class MPIBackend(HostBackend):
                     if buffer.unpack is not None:
                         buffer.unpack()
         except (DeviceError, OperationTimeoutError) as e:
-            if state.error is None:  # an error of this rank's device alone
+            # An error of this rank's device alone.
+            if state.error is None:
                 self.give_up(call, e)
             raise
         except DistError:
@@ -175,19 +185,25 @@ class MPIBackend(HostBackend):
             raise self._mpi_error(communicator, call, e) from e
         except BaseException as e:
             if state.error is None:
-                withdrawn = self.withdraw_or_give_up(call, e, communicator.agreement.has_started(call))
+                withdrawn = self.withdraw_or_give_up(
+                    call, e, communicator.agreement.has_started(call)
+                )
             raise
         finally:
             if not withdrawn:
-                state.last = call.seq, call.kind or call  # as call.ended, which costs more
+                # As call.ended, which costs more.
+                state.last = call.seq, call.kind or call
             state.call = None
 
     def _perform(self, communicator: GroupCommunicator, call: Call) -> bool:
-        """Compare the ranks' calls, then do this one; returns True if packed results have been copied back."""
+        """Compare the ranks' calls, then do this one; returns True if packed results have been
+        copied back."""
         small = communicator.small_calls.get(call.signature)
-        if small is not None and small.op is call.op:  # internal calls may have the signature of another size
+        # Internal calls may have the signature of another size.
+        if small is not None and small.op is call.op:
             inputs = call.inputs
-            if not inputs:  # a barrier
+            # A barrier.
+            if not inputs:
                 communicator.agreement.agree(call)
                 return False
             first = inputs[0]
@@ -210,7 +226,8 @@ class MPIBackend(HostBackend):
         return False
 
     def _move(self, communicator: GroupCommunicator, call: Call, equal: bool) -> None:
-        """Do a call by MPI's collectives; ``equal``: the values that the ranks have agreed on are, and not negative."""
+        """Do a call by MPI's collectives; ``equal``: the values that the ranks have agreed on are,
+        and not negative."""
         name = call.op.name
         counts = None if equal or name not in ROOT_SIZED else self._sizes(communicator, call)
         self._moving = True
@@ -240,17 +257,22 @@ class MPIBackend(HostBackend):
     def _prepare_for(self, communicator: GroupCommunicator, call: Call) -> None:
         """Prepare the thread and the communicator for device addresses, if the call has any."""
         memory = device_memory(call)
-        communicator.requires_blocking = memory is not None and not self.mpi.nonblocking_takes_device
+        communicator.requires_blocking = (
+            memory is not None and not self.mpi.nonblocking_takes_device
+        )
         mpi_thread = self.mpi.mpi_thread
         if memory is not None and mpi_thread is not None:
             mpi_thread.call(memory.bind)
 
-    def _mpi_error(self, communicator: GroupCommunicator, call: Call, error: Exception) -> DistError:
+    def _mpi_error(
+        self, communicator: GroupCommunicator, call: Call, error: Exception
+    ) -> DistError:
         """The error that all ranks raise after an error of MPI."""
         peer = communicator.await_departure_notice()
         if peer is None:
             cause: DistError = DistBackendError(
-                f"{call.describe()} #{call.seq} on group {self.context.name!r}: MPI failed: {error}",
+                f"{call.describe()} #{call.seq} on group {self.context.name!r}: MPI failed:"
+                f" {error}",
                 group=self.context.name,
                 op=call.op.name,
                 seq=call.seq,
@@ -266,12 +288,16 @@ class MPIBackend(HostBackend):
         if self.communicator is None:
             return f"mpi, one rank: {self.mpi.describe()}"
         oversubscribed = (
-            "; more ranks than cores, so waiting yields at once" if self.communicator.oversubscribed else ""
+            "; more ranks than cores, so waiting yields at once"
+            if self.communicator.oversubscribed
+            else ""
         )
-        large = f"; {self._large_host_arrays.describe()}" if self._large_host_arrays is not None else ""
+        large = (
+            f"; {self._large_host_arrays.describe()}" if self._large_host_arrays is not None else ""
+        )
         return (
-            f"mpi: {self.mpi.describe()}; every call is compared across ranks{oversubscribed}{large};"
-            f" cuda arrays that it serves are {self.cuda}"
+            f"mpi: {self.mpi.describe()}; every call is compared across"
+            f" ranks{oversubscribed}{large}; cuda arrays that it serves are {self.cuda}"
         )
 
     @property
@@ -291,13 +317,15 @@ class MPIBackend(HostBackend):
 
 
 def _allows_addresses() -> bool:
-    """True if MPI was asked about the devices in use, NVIDIA's; for AMD's it is the user who knows."""
+    """True if MPI was asked about the devices in use, NVIDIA's; for AMD's it is the user who
+    knows."""
     runtime = runtimes.loaded("cuda")
     return runtime is None or runtime.name != "HIP" or bool(user_setting())
 
 
 def _value_to_agree(communicator: GroupCommunicator, call: Call) -> int:
-    """The number that the ranks compare, where how a call is done depends on more than its signature; else 0."""
+    """The number that the ranks compare, where how a call is done depends on more than its
+    signature; else 0."""
     name = call.op.name
     if name in REDUCTIONS:
         return value_to_agree(communicator, call)

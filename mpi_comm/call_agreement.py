@@ -1,15 +1,16 @@
-"""The agreement on calls, with which every collective over MPI begins: the ranks compare sequence number and signature.
+"""The agreement on calls, with which every collective over MPI begins: the ranks compare sequence
+number and signature.
 
-It is an all-gather of a few bytes, which completes when all ranks have entered it. So a call that differs between ranks
-raises on all ranks before data moves, and the wait for a missing rank is in the agreement, where it can time out. MPI's
-own collective, which cannot be cancelled, comes after.
+It is an all-gather of a few bytes, which completes when all ranks have entered it. So a call that
+differs between ranks raises on all ranks before data moves, and the wait for a missing rank is in
+the agreement, where it can time out. MPI's own collective, which cannot be cancelled, comes after.
 
-In small groups the all-gather is a persistent message to each other rank, which is as fast as MPI_Allgather_init; in
-larger ones it is MPI_Iallgather. MPI's persistent collectives are not used: MPI_Allgather_init of Intel MPI 2021.18
-receives old data, or crashes, from its second start.
+In small groups the all-gather is a persistent message to each other rank, which is as fast as
+MPI_Allgather_init; in larger ones it is MPI_Iallgather. MPI's persistent collectives are not used:
+MPI_Allgather_init of Intel MPI 2021.18 receives old data, or crashes, from its second start.
 
-Behind the header each rank's contribution has room for a small array, with which the agreement is the whole collective
-(:mod:`mpi_comm.small_arrays`).
+Behind the header each rank's contribution has room for a small array, with which the agreement is
+the whole collective (:mod:`mpi_comm.small_arrays`).
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ _MESSAGES_LIMIT = 8
 _COMPARE_ALL_LIMIT = 64
 """Ranks up to which each rank gathers all headers; larger groups compare maxima."""
 _LARGEST_CONTRIBUTION, _MOST_GATHERED = 24 + 256, 2304
-"""Bytes of a rank's contribution to an agreement, and of all of them together; a larger one would slow every call."""
+"""Bytes of a rank's contribution to an agreement, and of all of them together; a larger one would
+slow every call."""
 _COMPLETION_S, _PAUSE_S = 0.5, 1e-3
-"""How long to poll for the completion of a pending agreement after a failure, and the pause between polls."""
+"""How long to poll for the completion of a pending agreement after a failure, and the pause between
+polls."""
 
 
 class _Messages:
-    """An all-gather by persistent messages to and from each other rank. It is used as a request of MPI.
+    """An all-gather by persistent messages to and from each other rank. It is used as a request of
+    MPI.
 
     Args:
         parts: each rank's part of the memory; that of this rank is sent.
@@ -108,7 +112,8 @@ class CallAgreement:
         self._is_fast = self._messages is not None and self._mpi.mpi_thread is None
 
     def _views_of_headers(self) -> tuple[memoryview, memoryview]:
-        """This rank's header as often as there are ranks, and the headers of all ranks: equal if the ranks agree."""
+        """This rank's header as often as there are ranks, and the headers of all ranks: equal if
+        the ranks agree."""
         words = _HEADER.size // 8
         received = np.frombuffer(self._received, np.int64).reshape(self._size, self._stride // 8)
         headers = received[:, :words]
@@ -120,7 +125,8 @@ class CallAgreement:
         return seq == call.seq
 
     def agree(self, call: Call, value: int = 0) -> bool:
-        """Wait until all ranks are in this call; returns True if ``value`` is equal on all of them and not negative.
+        """Wait until all ranks are in this call; returns True if ``value`` is equal on all of them
+        and not negative.
 
         The arrays of :meth:`contributions` are exchanged, too.
 
@@ -144,7 +150,8 @@ class CallAgreement:
             self._group.complete(self._start, ())
         self.pending = False
         if self._compares_all:
-            equal = self._headers == self._own_headers  # compared without creating Python objects
+            # Compared without creating Python objects.
+            equal = self._headers == self._own_headers
         else:
             equal = self._received == self._header
         return value >= 0 if equal else self._compare(call)
@@ -166,19 +173,21 @@ class CallAgreement:
         """Memory of the agreement as arrays of at most :attr:`room` bytes.
 
         Returns:
-            This rank's array, which the next agreement sends; and all ranks' arrays, which an agreement receives.
+            This rank's array, which the next agreement sends; and all ranks' arrays, which an
+            agreement receives.
         """
         starts = range(_HEADER.size, len(self._received), self._stride)
         received = [np.frombuffer(self._received, dtype, count, start) for start in starts]
         return np.frombuffer(self._header, dtype, count, _HEADER.size), received
 
-    # --- the end of the group -------------------------------------------------------------------------------------
+    # --- the end of the group ---------------------------------------------------------------------
 
     def complete_pending(self) -> bool:
-        """Complete the pending agreement after a failure, which some ranks have started and others have not.
+        """Complete the pending agreement after a failure, which some ranks have started and others
+        have not.
 
-        Ranks differ by at most one agreement, because an agreement starts only after the last has completed. Returns
-        True if no agreement is pending.
+        Ranks differ by at most one agreement, because an agreement starts only after the last has
+        completed. Returns True if no agreement is pending.
         """
         if not self.pending:
             request = self._mpi.call(self._start)

@@ -1,7 +1,8 @@
-"""MPI's collectives over a :class:`~mpi_comm.group_communicator.GroupCommunicator`, each after an agreement.
+"""MPI's collectives over a :class:`~mpi_comm.group_communicator.GroupCommunicator`, each after an
+agreement.
 
-MPI needs the arrays of a list in one contiguous buffer. Adjacent arrays are used as they are; small lists are packed;
-large lists are sent array by array, so that no copy of the whole list is made.
+MPI needs the arrays of a list in one contiguous buffer. Adjacent arrays are used as they are; small
+lists are packed; large lists are sent array by array, so that no copy of the whole list is made.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _nbytes(chunks: Sequence[Flat]) -> int:
     return sum(c.nbytes for c in chunks)
 
 
-# --- barrier, broadcast ------------------------------------------------------------------------------------------
+# --- barrier, broadcast ---------------------------------------------------------------------------
 
 
 def barrier(group: GroupCommunicator, call: Call) -> None:
@@ -47,7 +48,7 @@ def _broadcast(group: GroupCommunicator, flat: Flat, mpi_type: Any, root: int) -
         group.execute("Bcast", [chunk, mpi_type], root)
 
 
-# --- gathering ----------------------------------------------------------------------------------------------------
+# --- gathering ------------------------------------------------------------------------------------
 
 
 def all_gather_into_tensor(group: GroupCommunicator, call: Call) -> None:
@@ -62,7 +63,8 @@ def all_gather_into_tensor(group: GroupCommunicator, call: Call) -> None:
 
 
 _MOST_PARTS = 64
-"""The largest contribution, in multiples of the smallest one, for a library that moves parts of that size.
+"""The largest contribution, in multiples of the smallest one, for a library that moves parts of
+that size.
 
 With Intel MPI 2021.18 and two ranks on one host 234 parts take 5 ms, 700 parts 0.4 s.
 """
@@ -72,7 +74,8 @@ def _all_gather(
     group: GroupCommunicator, source: Flat, out: Flat, counts: Sequence[int], mpi_type: Any
 ) -> None:
     sent: Any = [source, mpi_type]
-    # the dispatcher has copied an input that overlaps the output elsewhere than in this rank's own place
+    # the dispatcher has copied an input that overlaps the output elsewhere than in this rank's own
+    # place
     if flat_memory.overlap(source, out):
         sent = group.mpi.MPI.IN_PLACE
     if len(set(counts)) == 1:
@@ -82,7 +85,8 @@ def _all_gather(
 
 
 def _all_gather_layout(call: Call) -> int:
-    """0 if an all_gather's list is small; 1 if it is large and contiguous, -1 if it is large and not contiguous."""
+    """0 if an all_gather's list is small; 1 if it is large and contiguous, -1 if it is large and
+    not contiguous."""
     chunks = [flat_of(b) for b in call.outputs]
     if _nbytes(chunks) <= PACK_LIMIT:
         return 0
@@ -109,7 +113,9 @@ def all_gather(group: GroupCommunicator, call: Call, even: bool) -> None:
         _gather_one_by_one(group, source, chunks, mpi_type)
 
 
-def _gather_one_by_one(group: GroupCommunicator, source: Flat, chunks: Sequence[Flat], mpi_type: Any) -> None:
+def _gather_one_by_one(
+    group: GroupCommunicator, source: Flat, chunks: Sequence[Flat], mpi_type: Any
+) -> None:
     own = chunks[group.rank]
     if flat_memory.address(own) != flat_memory.address(source):
         flat_memory.copy([(own, source)])
@@ -118,7 +124,8 @@ def _gather_one_by_one(group: GroupCommunicator, source: Flat, chunks: Sequence[
 
 
 def gather(group: GroupCommunicator, call: Call, counts: Sequence[int] | None) -> None:
-    """Every rank's array to the root; ``counts`` are all ranks' sizes, or None if they are equal."""
+    """Every rank's array to the root; ``counts`` are all ranks' sizes, or None if they are
+    equal."""
     source, mpi_type, root = flat_of(call.inputs[0]), _type(group, call), call.root
     chunks = [flat_of(b) for b in call.outputs]
     total = source.size * group.size if counts is None else sum(counts)
@@ -138,7 +145,9 @@ def gather(group: GroupCommunicator, call: Call, counts: Sequence[int] | None) -
         flat_memory.split_into(packed, chunks)
 
 
-def _rooted(name: str, packed: Flat | None, counts: Sequence[int] | None, mpi_type: Any) -> tuple[str, Any]:
+def _rooted(
+    name: str, packed: Flat | None, counts: Sequence[int] | None, mpi_type: Any
+) -> tuple[str, Any]:
     """MPI's function, and its argument for the array that only the root has."""
     if counts is None:
         return name, None if packed is None else [packed, mpi_type]
@@ -156,7 +165,8 @@ def _receive(group: GroupCommunicator, flat: Flat, mpi_type: Any, source: int) -
 
 
 def scatter(group: GroupCommunicator, call: Call, counts: Sequence[int] | None) -> None:
-    """The root's i-th array to rank i; ``counts`` are all ranks' sizes, or None if they are equal."""
+    """The root's i-th array to rank i; ``counts`` are all ranks' sizes, or None if they are
+    equal."""
     out, mpi_type, root = flat_of(call.outputs[0]), _type(group, call), call.root
     chunks = [flat_of(b) for b in call.inputs]
     total = out.size * group.size if counts is None else sum(counts)
@@ -174,7 +184,7 @@ def scatter(group: GroupCommunicator, call: Call, counts: Sequence[int] | None) 
     group.execute(function, source, [out, mpi_type], root)
 
 
-# --- personalised exchange ---------------------------------------------------------------------------------------
+# --- personalised exchange ------------------------------------------------------------------------
 
 
 def even_size(call: Call) -> int:
@@ -240,7 +250,8 @@ def _pairwise_exchange(
 
 
 def _check_counts(group: GroupCommunicator, call: Call, total: int) -> bool:
-    """Exchange the split sizes; raise on all ranks if what one rank sends differs from what the other expects.
+    """Exchange the split sizes; raise on all ranks if what one rank sends differs from what the
+    other expects.
 
     Returns True if the ``total`` of some rank exceeds MPI's counts.
 
@@ -260,12 +271,16 @@ def _check_counts(group: GroupCommunicator, call: Call, total: int) -> bool:
     receiver, sender = divmod(int(mismatch[0]) - 1, size)
     group.await_agreed_error(group.rank == receiver)
     ranks, context = group.context.ranks, group.context
-    sizes = f" {incoming[sender]} elements" if group.rank == receiver else " another number of elements"
-    room = f"has room for {expected[sender]}" if group.rank == receiver else "expects another number"
+    sizes = (
+        f" {incoming[sender]} elements" if group.rank == receiver else " another number of elements"
+    )
+    room = (
+        f"has room for {expected[sender]}" if group.rank == receiver else "expects another number"
+    )
     group.state.fail(
         CollectiveMismatchError(
-            f"{call.op.name} #{call.seq} on group {context.name!r}: rank {ranks[sender]} sends{sizes}"
-            f" to rank {ranks[receiver]}, which {room}",
+            f"{call.op.name} #{call.seq} on group {context.name!r}: rank {ranks[sender]}"
+            f" sends{sizes} to rank {ranks[receiver]}, which {room}",
             group=context.name,
             op=call.op.name,
             seq=call.seq,
@@ -278,15 +293,19 @@ COLLECTIVES: dict[str, Collective] = {
     "broadcast": broadcast,
     "all_gather_into_tensor": all_gather_into_tensor,
 }
-LAYOUT_DEPENDENT: dict[str, tuple[Callable[[Call], int], Callable[[GroupCommunicator, Call, bool], None]]] = {
+LAYOUT_DEPENDENT: dict[
+    str, tuple[Callable[[Call], int], Callable[[GroupCommunicator, Call, bool], None]]
+] = {
     "all_gather": (_all_gather_layout, all_gather),
     "all_to_all": (even_size, all_to_all),
     "all_to_all_single": (even_size, all_to_all),
 }
-"""Collectives whose algorithm depends on a value that may differ between ranks: a function of the value, and the
-collective, whose last argument is True if the value is equal on all ranks and not negative."""
+"""Collectives whose algorithm depends on a value that may differ between ranks: a function of the
+value, and the collective, whose last argument is True if the value is equal on all ranks and not
+negative."""
 ROOT_SIZED: dict[str, Callable[[GroupCommunicator, Call, Sequence[int] | None], None]] = {
     "gather": gather,
     "scatter": scatter,
 }
-"""Collectives whose list only the root has: their last argument is all ranks' sizes, or None if they are equal."""
+"""Collectives whose list only the root has: their last argument is all ranks' sizes, or None if
+they are equal."""

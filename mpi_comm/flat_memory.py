@@ -1,7 +1,7 @@
 """Copies, packing and views of flat arrays in host or device memory.
 
-MPI takes both kinds: mpi4py reads the address from ``__cuda_array_interface__`` (it does not order by the stream), and
-its requests keep their arrays alive.
+MPI takes both kinds: mpi4py reads the address from ``__cuda_array_interface__`` (it does not order
+by the stream), and its requests keep their arrays alive.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def device_memory(call: Call) -> DeviceMemory | None:
 
 
 def deliver_bytes(target: Flat, data: Flat) -> None:
-    """Copy received host bytes to ``target``; for device memory keep them, and the waiting thread copies them."""
+    """Copy received host bytes to ``target``; for device memory keep them, and the waiting thread
+    copies them."""
     if isinstance(target, DeviceFlat):
         target.memory.received = data
     else:
@@ -78,7 +79,8 @@ def deliver_bytes(target: Flat, data: Flat) -> None:
 def contiguous_view(chunks: Sequence[Flat]) -> Flat | None:
     """One view of arrays that are consecutive parts of one array; None if they are not.
 
-    Always None in device memory: neighbours may be separate allocations, which MPI does not accept as one buffer.
+    Always None in device memory: neighbours may be separate allocations, which MPI does not accept
+    as one buffer.
     """
     filled: list[Any] = [p for p in chunks if p.size]
     if len(filled) < 2 or isinstance(filled[0], DeviceFlat):

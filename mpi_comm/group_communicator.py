@@ -1,6 +1,7 @@
 """A group's communicator: MPI's collectives, waits with deadlines, and failure of the group.
 
-Every collective begins with an agreement of the ranks on their calls (:mod:`mpi_comm.call_agreement`).
+Every collective begins with an agreement of the ranks on their calls
+(:mod:`mpi_comm.call_agreement`).
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from unicoll.process.timeouts import backoff
 log = logs.logger("mpi")
 
 HEADER_TAG, COLLECTIVE_TAG, AGREEMENT_TAG, PAYLOAD_TAGS = 0, 1, 2, 3
-"""Tags in a group's communicator: headers of messages, chunks of collectives, agreements, the first tag of payloads."""
+"""Tags in a group's communicator: headers of messages, chunks of collectives, agreements, the first
+tag of payloads."""
 
 _GRACE_S = 0.5
 """How long messages that a departed rank has sent may take to arrive."""
 _NOTICE_S = 0.5
 """How long the notice of a rank's death may take to arrive, once MPI has reported an error."""
 _SPINS, _FEW_SPINS = 400, 16
-"""How often a rank polls before it yields its core between polls; the latter in the background, and if cores are
-oversubscribed."""
+"""How often a rank polls before it yields its core between polls; the latter in the background, and
+if cores are oversubscribed."""
 _SPIN_S = 0.005
 """How long it polls without a pause."""
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
 
 _FASTER_BLOCKING = frozenset(("Reduce_scatter", "Reduce_scatter_block"))
-"""Collectives whose nonblocking versions are ten times slower in MPICH. (The choice must be equal on all ranks.)"""
+"""Collectives whose nonblocking versions are ten times slower in MPICH. (The choice must be equal
+on all ranks.)"""
 _FUNCTIONS = (
     "Bcast",
     "Allreduce",
@@ -70,13 +73,15 @@ class GroupCommunicator:
         state: as above.
         context: the group.
         oversubscribed: True if a host has more ranks of the group than cores.
-        requires_blocking: True if the collective in progress needs MPI's blocking collectives, on all ranks.
+        requires_blocking: True if the collective in progress needs MPI's blocking collectives, on
+            all ranks.
         in_order: True if reductions are in rank order (``deterministic``).
         agreement: the comparison of the ranks' calls.
         reduction_methods: cache of :mod:`mpi_comm.reductions`.
         small_calls: cache of :mod:`mpi_comm.small_arrays`, by signature.
         ignoring_fp_errors: calls a function without NumPy's floating-point warnings; not nested.
-        in_mpi_since: when MPI was entered, where a call cannot be cancelled (``time.monotonic()``); 0.0 if it was not.
+        in_mpi_since: when MPI was entered, where a call cannot be cancelled (``time.monotonic()``);
+            0.0 if it was not.
         in_background: True if the collective in progress is asynchronous.
         abandoned_seq: sequence number of a collective that is stuck inside MPI, or 0.
     """
@@ -105,7 +110,8 @@ class GroupCommunicator:
         self._last_tick = 0.0
         self._departure_seen = 0.0
         self._closed = False
-        # True once chunks may be left in it: they could arrive in the next communicator with the same context.
+        # True once chunks may be left in it: they could arrive in the next communicator with the
+        # same context.
         self._keeps = False
         control = context.job.control
         if control is not None:
@@ -125,7 +131,7 @@ class GroupCommunicator:
         self._nonblocking = {name: getattr(self.comm, f"I{name.lower()}") for name in _FUNCTIONS}
         self.agreement = CallAgreement(self, AGREEMENT_TAG)
 
-    # --- one operation ------------------------------------------------------------------------------------------
+    # --- one operation ----------------------------------------------------------------------------
 
     def begin(self, call: Call, in_background: bool) -> None:
         """Start an operation. Its deadline is computed at its first wait."""
@@ -138,9 +144,12 @@ class GroupCommunicator:
             self._set_wait_mode(in_background)
 
     def _set_wait_mode(self, in_background: bool) -> None:
-        """Set how to wait: asynchronous operations block in MPI, without the GIL, unless cores are oversubscribed."""
+        """Set how to wait: asynchronous operations block in MPI, without the GIL, unless cores are
+        oversubscribed."""
         self.in_background = in_background
-        self._blocks_in_mpi = in_background and not self.oversubscribed and self.mpi.mpi_thread is None
+        self._blocks_in_mpi = (
+            in_background and not self.oversubscribed and self.mpi.mpi_thread is None
+        )
         self.spins = range(_FEW_SPINS if self.oversubscribed or in_background else _SPINS)
 
     def mismatch(self, peer: int, seq: int, reason: str = "") -> NoReturn:
@@ -150,21 +159,26 @@ class GroupCommunicator:
         self.state.fail_mismatch(peer, seq, reason)
 
     def await_agreed_error(self, writes: bool) -> None:
-        """Unless this rank ``writes`` the error, wait up to 3 s for the rank that does, and raise its error."""
+        """Unless this rank ``writes`` the error, wait up to 3 s for the rank that does, and raise
+        its error."""
         control = self.context.job.control
         if not writes and control is not None:
             agreed_error = control.group_failure(self.context.name, 3.0)
             if agreed_error is not None:
                 self.state.fail(agreed_error)
 
-    # --- MPI's collectives ----------------------------------------------------------------------------------------
+    # --- MPI's collectives ------------------------------------------------------------------------
 
     def execute(self, name: str, *args: Any) -> None:
         """Call one of the communicator's methods, and return when it is complete.
 
         It may block inside MPI, where it cannot be cancelled; so all ranks must have agreed before.
         """
-        if self._use_blocking or self.requires_blocking or (self._may_block and name in _FASTER_BLOCKING):
+        if (
+            self._use_blocking
+            or self.requires_blocking
+            or (self._may_block and name in _FASTER_BLOCKING)
+        ):
             self.in_mpi_since = time.monotonic()
             try:
                 self._blocking[name](*args)
@@ -186,7 +200,8 @@ class GroupCommunicator:
         if mpi_thread is None:
             try:
                 self.wait(start(*args))
-            except BaseException:  # of a handler, before wait() has the request
+            except BaseException:
+                # Of a handler, before wait() has the request.
                 self.mpi.abandoned.append(args)
                 raise
         else:
@@ -196,9 +211,15 @@ class GroupCommunicator:
     def chunks(self, flat: Flat) -> list[Flat]:
         """Chunks of an array, each small enough for MPI's counts: usually the array itself."""
         limit = self.mpi.largest_count
-        return [flat] if flat.size <= limit else [flat[i : i + limit] for i in range(0, flat.size, limit)]
+        return (
+            [flat]
+            if flat.size <= limit
+            else [flat[i : i + limit] for i in range(0, flat.size, limit)]
+        )
 
-    def exchange(self, dest: int, outgoing: Flat, source: int, incoming: Flat, mpi_type: Any) -> None:
+    def exchange(
+        self, dest: int, outgoing: Flat, source: int, incoming: Flat, mpi_type: Any
+    ) -> None:
         """Send to one rank while receiving from another (or the same)."""
         call, comm = self.mpi.call, self.comm
         requests: list[Any] = []
@@ -214,7 +235,7 @@ class GroupCommunicator:
             self._keeps = True
             raise
 
-    # --- waiting --------------------------------------------------------------------------------------------------
+    # --- waiting ----------------------------------------------------------------------------------
 
     def wait(self, request: Any) -> None:
         """Return when a request is complete.
@@ -240,7 +261,8 @@ class GroupCommunicator:
             self._start_clock()
         spin_until = time.monotonic() + (_SPIN_S if not self.in_background else _SPIN_S / 10)
         while not test():
-            os.sched_yield()  # the peer may be waiting for this core, also behind other programs
+            # The peer may be waiting for this core, also behind other programs.
+            os.sched_yield()
             self.state.check()
             if time.monotonic() > spin_until:
                 break
@@ -259,7 +281,8 @@ class GroupCommunicator:
         self._departure_seen = 0.0
 
     def tick(self) -> None:
-        """While waiting: raise if the group has failed, a rank has departed or the deadline has passed."""
+        """While waiting: raise if the group has failed, a rank has departed or the deadline has
+        passed."""
         self.state.check()
         now = time.monotonic()
         if now - self._last_tick < TICK_S:
@@ -286,7 +309,8 @@ class GroupCommunicator:
             self.state.fail(self.lost_error(peer))
 
     def await_departure_notice(self) -> int | None:
-        """After an MPI error: group rank of a rank whose departure explains it; None if there is none within 0.5 s."""
+        """After an MPI error: group rank of a rank whose departure explains it; None if there is
+        none within 0.5 s."""
         deadline = time.monotonic() + _NOTICE_S
         while (peer := self.departed_member()) is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -297,7 +321,8 @@ class GroupCommunicator:
         control = self.context.job.control
         assert control is not None
         reason = control.departed[self.context.ranks[peer]]
-        call = self.state.call  # read once: another thread may end it
+        # Read once: another thread may end it.
+        call = self.state.call
         if call is not None:
             return operation_errors.rank_lost_error(self.context, call, peer, reason)
         rank = self.context.ranks[peer]
@@ -308,8 +333,8 @@ class GroupCommunicator:
         if call is not None:
             return operation_errors.timeout_error(self.context, call)
         return OperationTimeoutError(
-            f"{self._activity} of ranks {list(self.context.ranks)}: not all ranks have entered it after"
-            f" {self._creation_timeout:g} s",
+            f"{self._activity} of ranks {list(self.context.ranks)}: not all ranks have entered it"
+            f" after {self._creation_timeout:g} s",
             group=self.context.name,
         )
 
@@ -331,6 +356,7 @@ class GroupCommunicator:
         agreement.free()
         try:
             self.mpi.call(self.comm.Free)
-        except self.mpi.MPI.Exception as e:  # MPICH frees none with a message that was not received
+        except self.mpi.MPI.Exception as e:
+            # MPICH frees none with a message that was not received.
             log.debug("the communicator of group %r is kept: %s", self.context.name, e)
             self.mpi.abandoned.append(self.comm)

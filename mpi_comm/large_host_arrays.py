@@ -1,9 +1,10 @@
-"""Large host arrays on one host: moved by the shared memory of the group's other backend, which is faster than MPI.
+"""Large host arrays on one host: moved by the shared memory of the group's other backend, which is
+faster than MPI.
 
-The ranks compare their calls by MPI's agreement first, so all calls of the group have one order, and calls that differ
-raise. Before the first large array or allocation, a barrier of the other backend shows whether it has shared memory,
-equally on all ranks. Symmetric memory is that of the other backend, which also executes the exchanges of an
-allocation.
+The ranks compare their calls by MPI's agreement first, so all calls of the group have one order,
+and calls that differ raise. Before the first large array or allocation, a barrier of the other
+backend shows whether it has shared memory, equally on all ranks. Symmetric memory is that of the
+other backend, which also executes the exchanges of an allocation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from unicoll.calls.ops import OPS
 from unicoll.errors import BackendUnavailableError, DistError
 
 _LEAST_REDUCED, _LEAST_MOVED = 1 << 14, 1 << 18
-"""Bytes of a rank's contribution from which shared memory is faster than MPI: in reductions, in other collectives."""
+"""Bytes of a rank's contribution from which shared memory is faster than MPI: in reductions, in
+other collectives."""
 _BARRIER = OPS["barrier"]
 _EXCHANGED = frozenset(("gather", "scatter", "all_to_all", "all_to_all_single"))
 """Collectives whose sizes the signature does not cover."""
@@ -36,10 +38,12 @@ class LargeHostArrays:
     def __init__(self, communicator: GroupCommunicator, backend: HostBackend) -> None:
         self.backend = backend
         self._communicator = communicator
-        self._usable: bool | None = None  # None until the first large call
+        # None until the first large call.
+        self._usable: bool | None = None
 
     def move(self, call: Call, equal: bool) -> bool:
-        """Do a call on which all ranks have agreed, if it is large or allocates, and shared memory can be used.
+        """Do a call on which all ranks have agreed, if it is large or allocates, and shared memory
+        can be used.
 
         Args:
             call: the one in progress.
@@ -61,7 +65,8 @@ class LargeHostArrays:
                 self._usable = self._determine_usable(call)
             if self._usable:
                 backend.perform(call)
-        except DistError as e:  # all ranks raise it
+        except DistError as e:
+            # All ranks raise it.
             communicator.state.abort(e)
             raise
         if allocates and not self._usable:
@@ -69,7 +74,8 @@ class LargeHostArrays:
         return self._usable
 
     def _is_faster(self, call: Call, equal: bool) -> bool:
-        """True if shared memory, unless it cannot be used, is faster than MPI for a call; equal on all ranks."""
+        """True if shared memory, unless it cannot be used, is faster than MPI for a call; equal on
+        all ranks."""
         if self._usable is False or (not equal and call.op.name in _EXCHANGED):
             return False
         least = _LEAST_MOVED if call.reduce is None else _LEAST_REDUCED
@@ -86,9 +92,11 @@ class LargeHostArrays:
     def describe(self) -> str:
         """Which arrays go through shared memory, for ``explain()``."""
         what = (
-            f"host arrays from {_LEAST_REDUCED >> 10} KiB in reductions, {_LEAST_MOVED >> 10} KiB in other collectives,"
-            f" go through the shared memory of {self.backend.name}"
+            f"host arrays from {_LEAST_REDUCED >> 10} KiB in reductions, {_LEAST_MOVED >> 10} KiB"
+            f" in other collectives, go through the shared memory of {self.backend.name}"
         )
         if self._usable is None:
             return f"{what} if the first of them finds that all ranks have it"
-        return what if self._usable else f"no shared memory for host arrays: {self.backend.describe()}"
+        return (
+            what if self._usable else f"no shared memory for host arrays: {self.backend.describe()}"
+        )

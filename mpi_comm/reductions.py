@@ -1,13 +1,16 @@
-"""Reductions: MPI's operation if its semantics are unicoll's; otherwise MPI moves the data for unicoll's kernels.
+"""Reductions: MPI's operation if its semantics are unicoll's; otherwise MPI moves the data for
+unicoll's kernels.
 
-MPI has neither float16 nor bfloat16; its MIN and MAX may lose a NaN, depending on the library; sums of short integers
-that overflow are undefined (Open MPI's vector code saturates them); and its order of reduction is not specified. In
-these cases, and with ``deterministic``, which needs rank order, every rank gets its share of all contributions
-(MPI_Alltoallv), reduces them in rank order with one rounding at the end, and the shares are gathered.
+MPI has neither float16 nor bfloat16; its MIN and MAX may lose a NaN, depending on the library; sums
+of short integers that overflow are undefined (Open MPI's vector code saturates them); and its order
+of reduction is not specified. In these cases, and with ``deterministic``, which needs rank order,
+every rank gets its share of all contributions (MPI_Alltoallv), reduces them in rank order with one
+rounding at the end, and the shares are gathered.
 
-MIN and MAX of large float arrays use MPI's operation if no rank has a NaN or a -0.0 (MPICH's all_reduce of 0.0 and -0.0
-gives different results on different ranks). Each rank scans its own data and passes the result in the agreement that
-precedes every collective, so all ranks use the same method. Small arrays are not scanned: the kernels are as fast.
+MIN and MAX of large float arrays use MPI's operation if no rank has a NaN or a -0.0 (MPICH's
+all_reduce of 0.0 and -0.0 gives different results on different ranks). Each rank scans its own data
+and passes the result in the agreement that precedes every collective, so all ranks use the same
+method. Small arrays are not scanned: the kernels are as fast.
 """
 
 from __future__ import annotations
@@ -28,12 +31,15 @@ from unicoll.backend import Call
 from unicoll.backend.host import flat_of, split
 
 ALLGATHER_LIMIT = 1 << 16
-"""Bytes of all contributions together up to which every rank reduces all elements (MPI_Allgather)."""
+"""Bytes of all contributions together up to which every rank reduces all elements
+(MPI_Allgather)."""
 SEGMENT = 1 << 22
-"""Bytes of one contribution that are moved and reduced at a time: the temporary memory is twice that."""
+"""Bytes of one contribution that are moved and reduced at a time: the temporary memory is twice
+that."""
 _BLOCK = 1 << 18
 PACK_LIMIT = 1 << 24
-"""Bytes of a list of arrays up to which it is packed for one MPI call; larger lists are reduced array by array."""
+"""Bytes of a list of arrays up to which it is packed for one MPI call; larger lists are reduced
+array by array."""
 
 _SUMS = {"SUM": "SUM", "AVG": "SUM", "PREMUL_SUM": "SUM", "PRODUCT": "PROD"}
 _BITS = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
@@ -41,7 +47,8 @@ _OF_BOOL = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND", **_BIT
 _EXTREMES = {"MIN": "MIN", "MAX": "MAX"}
 _OF_INTEGERS = {**_SUMS, **_BITS, **_EXTREMES}
 _FLOAT_BITS = {size: (np.dtype(f"i{size}"), np.iinfo(f"i{size}").min) for size in (4, 8)}
-"""By bytes of a float: the integer type of its bits, and the integer of -0.0, which is the lowest of all."""
+"""By bytes of a float: the integer type of its bits, and the integer of -0.0, which is the lowest
+of all."""
 
 
 @lru_cache(maxsize=512)
@@ -61,14 +68,18 @@ class ReductionMethod:
         type: MPI's datatype of the elements.
         kernel: unicoll's kernel.
         op: MPI's operation, or None.
-        op_suffices: True if MPI's operation is the whole reduction, with no scaling before or after.
-        kernel_only: for MIN and MAX of floats the method without MPI's operation; None for all else.
+        op_suffices: True if MPI's operation is the whole reduction, with no scaling before or
+            after.
+        kernel_only: for MIN and MAX of floats the method without MPI's operation; None for all
+            else.
         in_place: MPI.IN_PLACE.
     """
 
     __slots__ = ("in_place", "kernel", "kernel_only", "op", "op_suffices", "type")
 
-    def __init__(self, group: GroupCommunicator, dtype: DType, reduce: Reduction, in_order: bool) -> None:
+    def __init__(
+        self, group: GroupCommunicator, dtype: DType, reduce: Reduction, in_order: bool
+    ) -> None:
         self.type = group.mpi.types[dtype.name]
         self.kernel: Kernel = kernel_for(dtype, reduce)
         name = None if in_order or self.kernel.at_once else _native(dtype, reduce.name)
@@ -84,7 +95,8 @@ class ReductionMethod:
 def _method_for(group: GroupCommunicator, call: Call) -> ReductionMethod:
     dtype, reduce = call.inputs[0].dtype, call.reduce
     assert reduce is not None
-    if reduce.factor is not None:  # the factor can differ in every call
+    # The factor can differ in every call.
+    if reduce.factor is not None:
         return ReductionMethod(group, dtype, reduce, group.in_order)
     key = (dtype.code << 8) | reduce.code
     found: ReductionMethod | None = group.reduction_methods.get(key)
@@ -94,14 +106,16 @@ def _method_for(group: GroupCommunicator, call: Call) -> ReductionMethod:
 
 
 def value_to_agree(group: GroupCommunicator, call: Call) -> int:
-    """A number that is negative if this rank's data must not be reduced by MPI's operation; see :func:`method_for`."""
+    """A number that is negative if this rank's data must not be reduced by MPI's operation; see
+    :func:`method_for`."""
     if _method_for(group, call).kernel_only is None or _gathered_by_all(group, call):
         return 0
     return -1 if any(_has_nan_or_negative_zero(b) for b in call.inputs) else 0
 
 
 def method_for(group: GroupCommunicator, call: Call, none_negative: bool) -> ReductionMethod:
-    """How to reduce, equal on all ranks; ``none_negative``: no rank's :func:`value_to_agree` is negative."""
+    """How to reduce, equal on all ranks; ``none_negative``: no rank's :func:`value_to_agree` is
+    negative."""
     method = _method_for(group, call)
     if method.kernel_only is None or (none_negative and not _gathered_by_all(group, call)):
         return method
@@ -109,7 +123,8 @@ def method_for(group: GroupCommunicator, call: Call, none_negative: bool) -> Red
 
 
 def _gathered_by_all(group: GroupCommunicator, call: Call) -> bool:
-    """True if the arrays are so small that all ranks reduce all of them: scanning them would not pay."""
+    """True if the arrays are so small that all ranks reduce all of them: scanning them would not
+    pay."""
     return sum(b.nbytes for b in call.inputs) * group.size <= ALLGATHER_LIMIT
 
 
@@ -144,7 +159,7 @@ def is_native(group: GroupCommunicator, call: Call) -> bool:
     return method.op_suffices and method.kernel_only is None
 
 
-# --- the operations ---------------------------------------------------------------------------------------------
+# --- the operations -------------------------------------------------------------------------------
 
 
 def _all_reduce(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
@@ -165,7 +180,11 @@ def _reduce(group: GroupCommunicator, call: Call, method: ReductionMethod) -> No
 
 
 def _reduce_flat(
-    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int | None
+    group: GroupCommunicator,
+    method: ReductionMethod,
+    source: Flat,
+    out: Flat | None,
+    root: int | None,
 ) -> None:
     """Reduce to all ranks, or to the root; ``out`` is None on a rank that gets no result."""
     if method.op is None:
@@ -177,7 +196,11 @@ def _reduce_flat(
 
 
 def _reduce_to(
-    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int | None
+    group: GroupCommunicator,
+    method: ReductionMethod,
+    source: Flat,
+    out: Flat | None,
+    root: int | None,
 ) -> None:
     """:func:`_reduce_flat` by MPI's operation, without scaling."""
     function, rest = ("Allreduce", ()) if root is None else ("Reduce", (root,))
@@ -212,7 +235,11 @@ def _reduce_scatter(group: GroupCommunicator, call: Call, method: ReductionMetho
 
 
 def _reduce_chunks(
-    group: GroupCommunicator, method: ReductionMethod, chunks: Sequence[Flat], flat: Flat | None, out: Flat
+    group: GroupCommunicator,
+    method: ReductionMethod,
+    chunks: Sequence[Flat],
+    flat: Flat | None,
+    out: Flat,
 ) -> None:
     if method.op is None:
         _fold_chunks(group, method, chunks, out)
@@ -227,9 +254,13 @@ def _reduce_chunks(
         result = flat_memory.empty(out.size, out) if overlaps and whole is flat else out
         counts = [c.size for c in chunks]
         if len(set(counts)) == 1:
-            group.execute("Reduce_scatter_block", [whole, method.type], [result, method.type], method.op)
+            group.execute(
+                "Reduce_scatter_block", [whole, method.type], [result, method.type], method.op
+            )
         else:
-            group.execute("Reduce_scatter", [whole, method.type], [result, method.type], counts, method.op)
+            group.execute(
+                "Reduce_scatter", [whole, method.type], [result, method.type], counts, method.op
+            )
         if result is not out:
             flat_memory.copy([(out, result)])
     else:
@@ -242,7 +273,9 @@ def _reduce_one_by_one(
 ) -> None:
     """Reduce chunk i to rank i, one after another: without a packed copy of all chunks."""
     for i, chunk in enumerate(chunks):
-        _reduce_to(group, method, _scaled(method.kernel, chunk), out if i == group.rank else None, i)
+        _reduce_to(
+            group, method, _scaled(method.kernel, chunk), out if i == group.rank else None, i
+        )
 
 
 def _scan(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
@@ -251,8 +284,11 @@ def _scan(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None
     if method.op is None:
         group.ignoring_fp_errors(_fold_prefix, group, method, flat, exclusive)
         return
-    for chunk in group.chunks(flat):  # in place, MPI_Exscan leaves the array of rank 0 as it is
-        group.execute("Exscan" if exclusive else "Scan", method.in_place, [chunk, method.type], method.op)
+    # In place, MPI_Exscan leaves the array of rank 0 as it is.
+    for chunk in group.chunks(flat):
+        group.execute(
+            "Exscan" if exclusive else "Scan", method.in_place, [chunk, method.type], method.op
+        )
 
 
 REDUCTIONS: dict[str, Callable[[GroupCommunicator, Call, ReductionMethod], None]] = {
@@ -266,7 +302,7 @@ REDUCTIONS: dict[str, Callable[[GroupCommunicator, Call, ReductionMethod], None]
 """Reductions by operation; the method is the result of :func:`method_for`."""
 
 
-# --- reduction by kernels ------------------------------------------------------------------------------------
+# --- reduction by kernels -------------------------------------------------------------------------
 
 
 def _shares(count: int, ranks: int) -> list[int]:
@@ -287,7 +323,8 @@ def _step(source: Flat, ranks: int) -> int:
 def _fold_share(
     group: GroupCommunicator, method: ReductionMethod, segment: Flat, counts: Sequence[int]
 ) -> Flat:
-    """Reduce this rank's share of all ranks' ``segment``; ``counts`` are the elements of each rank's share."""
+    """Reduce this rank's share of all ranks' ``segment``; ``counts`` are the elements of each
+    rank's share."""
     own, size = counts[group.rank], group.size
     gathered = np.empty(own * size, segment.dtype)
     group.execute(
@@ -301,7 +338,11 @@ def _fold_share(
 
 
 def _fold(
-    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int | None
+    group: GroupCommunicator,
+    method: ReductionMethod,
+    source: Flat,
+    out: Flat | None,
+    root: int | None,
 ) -> None:
     """:func:`_reduce_flat` by the kernel."""
     size = group.size
@@ -334,8 +375,11 @@ def _fold_chunks(
         out[start : start + step] = share
 
 
-def _fold_prefix(group: GroupCommunicator, method: ReductionMethod, flat: Flat, exclusive: bool) -> None:
-    """Gather all ranks' arrays on every rank, and reduce those up to (or before) its own, segment by segment."""
+def _fold_prefix(
+    group: GroupCommunicator, method: ReductionMethod, flat: Flat, exclusive: bool
+) -> None:
+    """Gather all ranks' arrays on every rank, and reduce those up to (or before) its own, segment
+    by segment."""
     size = group.size
     step = max(1, SEGMENT // size // flat.itemsize)
     for start in range(0, flat.size, step):

@@ -1,8 +1,9 @@
-"""Collectives of small arrays: the agreement before every collective carries the data, so it is the only call of MPI.
+"""Collectives of small arrays: the agreement before every collective carries the data, so it is the
+only call of MPI.
 
-Every rank gets the arrays of all ranks, and reduces them in rank order by unicoll's kernels. A call is executed this
-way if its signature and the value that the ranks compare permit it: the signature covers sizes (where it does not, the
-value does), and whether arrays are passed by address.
+Every rank gets the arrays of all ranks, and reduces them in rank order by unicoll's kernels. A call
+is executed this way if its signature and the value that the ranks compare permit it: the signature
+covers sizes (where it does not, the value does), and whether arrays are passed by address.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class SmallCall:
     """What calls of one signature have in common.
 
     Attributes:
-        op, dtype, count: operation; element type and size of the first input, None and 0 in a barrier.
+        op, dtype, count: operation; element type and size of the first input, None and 0 in a
+            barrier.
         own: where this rank's contribution is put before the agreement.
         finish: is called after the agreement.
         value: what the ranks compare besides the signature.
@@ -52,7 +54,8 @@ class _SmallCollective:
     Attributes:
         elements: of each rank's contribution; equal on all ranks that agree.
         results: the function that writes the results, from where all ranks' contributions are.
-        value: a number that must be equal on all ranks, and not negative; None if the signature covers all sizes.
+        value: a number that must be equal on all ranks, and not negative; None if the signature
+            covers all sizes.
     """
 
     elements: Callable[[GroupCommunicator, Call], int]
@@ -61,17 +64,19 @@ class _SmallCollective:
 
 
 def contribution(group: GroupCommunicator, call: Call) -> int:
-    """Bytes of each rank's contribution to a collective, equal on all ranks that agree on signature and value."""
+    """Bytes of each rank's contribution to a collective, equal on all ranks that agree on signature
+    and value."""
     if call.dtype is None:
         return 0
     return _SMALL[call.op.name].elements(group, call) * call.dtype.itemsize
 
 
 def prepare_small_call(group: GroupCommunicator, call: Call) -> SmallCall | None:
-    """How to do a call within its agreement; None if it has no room there, or its arrays are in device memory.
+    """How to do a call within its agreement; None if it has no room there, or its arrays are in
+    device memory.
 
-    It is kept for later calls of the signature, in :attr:`GroupCommunicator.small_calls`, if the call has one array and
-    the signature covers all sizes.
+    It is kept for later calls of the signature, in :attr:`GroupCommunicator.small_calls`, if the
+    call has one array and the signature covers all sizes.
     """
     small = _SMALL.get(call.op.name)
     if small is None:
@@ -88,7 +93,9 @@ def prepare_small_call(group: GroupCommunicator, call: Call) -> SmallCall | None
     if value < 0:
         return None
     own, arrays = group.agreement.contributions(flat.dtype, elements)
-    made = SmallCall(call.op, first.dtype, first.count, own, small.results(group, call, arrays), value)
+    made = SmallCall(
+        call.op, first.dtype, first.count, own, small.results(group, call, arrays), value
+    )
     if small.value is None and len(call.inputs) == 1 and elements == first.count:
         return _keep(group, call, made)
     return made
@@ -103,11 +110,13 @@ def _keep(group: GroupCommunicator, call: Call, made: SmallCall) -> SmallCall:
 
 def pack_inputs(call: Call, target: Flat) -> None:
     """Copy a call's inputs to consecutive parts of an array, which may be longer."""
-    for part, buffer in zip(split(target, [b.count for b in call.inputs]), call.inputs, strict=True):
+    for part, buffer in zip(
+        split(target, [b.count for b in call.inputs]), call.inputs, strict=True
+    ):
         part[:] = buffer.flat
 
 
-# --- elements of a contribution ----------------------------------------------------------------------------------
+# --- elements of a contribution -------------------------------------------------------------------
 
 
 def _own(group: GroupCommunicator, call: Call) -> int:
@@ -126,7 +135,7 @@ def _scattered(group: GroupCommunicator, call: Call) -> int:
     return call.outputs[0].count * group.size
 
 
-# --- results ------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def _nothing(call: Call) -> None:
@@ -172,7 +181,8 @@ def _reduce_scatter(group: GroupCommunicator, call: Call, arrays: list[Flat]) ->
 
 def _gather(group: GroupCommunicator, call: Call, arrays: list[Flat]) -> Finish:
     def finish(call: Call) -> None:
-        for buffer, array in zip(call.outputs, arrays, strict=False):  # there are outputs on the root only
+        # There are outputs on the root only.
+        for buffer, array in zip(call.outputs, arrays, strict=False):
             flat_of(buffer)[:] = array[: buffer.count]
 
     return finish

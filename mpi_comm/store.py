@@ -1,8 +1,9 @@
-"""A store over MPI, without address and port. Rank 0's process holds the values and serves the other ranks.
+"""A store over MPI, without address and port. Rank 0's process holds the values and serves the
+other ranks.
 
-Requests and replies are messages in the library's own duplicate of MPI_COMM_WORLD. A request contains the tag of its
-reply, so any number of threads may make requests at once. Rank 0 serves on a thread that polls with pauses; it ends
-when every process that has opened its store has closed it.
+Requests and replies are messages in the library's own duplicate of MPI_COMM_WORLD. A request
+contains the tag of its reply, so any number of threads may make requests at once. Rank 0 serves on
+a thread that polls with pauses; it ends when every process that has opened its store has closed it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class _WaitingRequest:
 
     __slots__ = ("deadline", "fields", "op", "tag", "to")
 
-    def __init__(self, to: int, tag: int, op: StoreOp, fields: list[bytes], deadline: float) -> None:
+    def __init__(
+        self, to: int, tag: int, op: StoreOp, fields: list[bytes], deadline: float
+    ) -> None:
         self.to = to
         self.tag = tag
         self.op = op
@@ -78,14 +81,16 @@ class _Server:
         self._max_value = max_value()
         self._waiting: list[_WaitingRequest] = []
         self._sent: list[tuple[Any, bytes, int]] = []
-        self._clients: dict[int, int] = {}  # open stores by process
+        # Open stores by process.
+        self._clients: dict[int, int] = {}
         self._users = 0
         self._thread = LazyThread("unicoll-mpi-store")
         self._stop_at = math.inf
         mpi.before_end.append(self._stop)
 
     def _stop(self) -> None:
-        """MPI is about to be finalized: receive that the other processes have closed their stores."""
+        """MPI is about to be finalized: receive that the other processes have closed their
+        stores."""
         self._stop_at = time.monotonic() + _DRAIN_S
         self._thread.join(2 * _DRAIN_S)
 
@@ -97,12 +102,16 @@ class _Server:
                 self._thread.start(self._serve)
 
     def close(self) -> None:
-        """A handle of this process was closed; the thread continues until the other processes have closed theirs."""
+        """A handle of this process was closed; the thread continues until the other processes have
+        closed theirs."""
         with self.changed.lock:
             self._users -= 1
 
-    def apply(self, op: StoreOp, fields: Sequence[bytes], deadline: float | None = None) -> Sequence[bytes]:
-        """Execute an operation for a thread of this process; WaitRequired if it still has to wait at ``deadline``."""
+    def apply(
+        self, op: StoreOp, fields: Sequence[bytes], deadline: float | None = None
+    ) -> Sequence[bytes]:
+        """Execute an operation for a thread of this process; WaitRequired if it still has to wait
+        at ``deadline``."""
         refused: WaitRequired | None = None
 
         def attempt() -> tuple[Sequence[bytes]] | None:
@@ -116,13 +125,15 @@ class _Server:
                 self.changed.notify_all()
             return (reply,)
 
-        found = self.changed.wait_for(attempt, 0.0 if deadline is None else deadline - time.monotonic())
+        found = self.changed.wait_for(
+            attempt, 0.0 if deadline is None else deadline - time.monotonic()
+        )
         if found is None:
             assert refused is not None
             raise refused
         return found[0]
 
-    # --- requests of the other processes ------------------------------------------------------------------------
+    # --- requests of the other processes ----------------------------------------------------------
 
     def _serve(self) -> None:
         pauses, spin_until = backoff(*_PAUSES_S), 0.0
@@ -134,7 +145,8 @@ class _Server:
                 now = time.monotonic()
                 used = self._has_clients() or (self._users and self._stop_at == math.inf)
                 if not used or now >= self._stop_at:
-                    self._thread = LazyThread("unicoll-mpi-store")  # for the next store
+                    # For the next store.
+                    self._thread = LazyThread("unicoll-mpi-store")
                     return
             if now > spin_until:
                 time.sleep(next(pauses))
@@ -147,7 +159,8 @@ class _Server:
         return any(process not in lost for process in waiting)
 
     def _poll(self, status: Any) -> bool:
-        """Receive one request if there is one, and reply to waiting requests; returns True if there was one."""
+        """Receive one request if there is one, and reply to waiting requests; returns True if there
+        was one."""
         mpi = self._mpi.MPI
         message = self._comm.Improbe(mpi.ANY_SOURCE, _REQUESTS, status)
         if message is not None:
@@ -175,7 +188,8 @@ class _Server:
             return
         body = memoryview(data)[_ENVELOPE.size :]
         _, code, seconds = REQUEST.unpack_from(body)
-        if not code:  # the first message of a handle: it was opened
+        # The first message of a handle: it was opened.
+        if not code:
             self._clients[source] = self._clients.get(source, 0) + 1
             return
         try:
@@ -190,7 +204,9 @@ class _Server:
         """Reply to a request if it need not wait, else keep it; returns True if it has a reply."""
         try:
             with self.changed.lock:
-                reply = self.table.apply(request.op, request.fields, waited=request in self._waiting)
+                reply = self.table.apply(
+                    request.op, request.fields, waited=request in self._waiting
+                )
         except WaitRequired as state:
             if request.op.waits and time.monotonic() < request.deadline:
                 if request not in self._waiting:
@@ -217,7 +233,8 @@ class _Server:
 _server: _Server | None = None
 _tags = itertools.count()
 _unsent: list[Any] = []
-"""Requests of messages that rank 0 has not taken in time, with the bytes that MPI may still read."""
+"""Requests of messages that rank 0 has not taken in time, with the bytes that MPI may still
+read."""
 
 
 class MPIStore(RequestStore):
@@ -236,7 +253,8 @@ class MPIStore(RequestStore):
 
     @classmethod
     def open(cls, deadline: float) -> MPIStore:
-        """The store of MPI_COMM_WORLD; every process calls this, and it returns when all have called it.
+        """The store of MPI_COMM_WORLD; every process calls this, and it returns when all have
+        called it.
 
         Raises:
             OperationTimeoutError: not all have called it by ``deadline`` (``time.monotonic()``).
@@ -249,7 +267,9 @@ class MPIStore(RequestStore):
             _server = _Server(mpi, comm)
         return cls(mpi, comm, _server)
 
-    def _execute(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
+    def _execute(
+        self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str
+    ) -> Sequence[bytes]:
         if self._is_closed:
             raise self._closed_error(name)
         if self._server is not None:
@@ -260,7 +280,9 @@ class MPIStore(RequestStore):
                 raise self._timeout_error(state.keys, seconds, name) from None
         return self._request(op, fields, seconds, name)
 
-    def _request(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
+    def _request(
+        self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str
+    ) -> Sequence[bytes]:
         tag = _FIRST_REPLY + next(_tags) % (self._mpi.largest_tag // 2 - _FIRST_REPLY)
         self._send(_KIND_REQUEST, self._pack(op, fields, seconds, name), tag)
         data = self._await_reply(tag, seconds, name)
@@ -272,7 +294,9 @@ class MPIStore(RequestStore):
             raise DistStoreError(f"{name}: {reply[0].decode(errors='replace')}", op=name)
         return reply
 
-    def _send(self, kind: int, body: bytes = b"", tag: int = 0, seconds: float | None = None) -> None:
+    def _send(
+        self, kind: int, body: bytes = b"", tag: int = 0, seconds: float | None = None
+    ) -> None:
         data = _ENVELOPE.pack(kind, tag) + body
         request = self._mpi.call(self._comm.Isend, [data, self._mpi.MPI.BYTE], 0, _REQUESTS)
         limit = self._timeout + _SLACK_S if seconds is None else seconds
@@ -324,7 +348,8 @@ class MPIStore(RequestStore):
         if self._server is not None:
             self._server.close()
         elif not self._mpi.MPI.Is_finalized():
-            with suppress(DistNetworkError):  # rank 0 has died
+            # Rank 0 has died.
+            with suppress(DistNetworkError):
                 self._send(_KIND_CLOSE, seconds=_CLOSE_S)
 
     def __repr__(self) -> str:

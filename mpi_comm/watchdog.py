@@ -1,8 +1,10 @@
-"""The watchdog of collectives that block inside MPI, which has no timeouts; it checks them four times a second.
+"""The watchdog of collectives that block inside MPI, which has no timeouts; it checks them four
+times a second.
 
-All ranks have agreed before a collective is entered in MPI (:mod:`mpi_comm.call_agreement`), so it blocks for ever
-only if a rank dies or stops during it. An asynchronous operation then ends with the error, while MPI keeps its arrays.
-A blocking call cannot be interrupted inside MPI: the job is aborted, with the reason on standard error.
+All ranks have agreed before a collective is entered in MPI (:mod:`mpi_comm.call_agreement`), so it
+blocks for ever only if a rank dies or stops during it. An asynchronous operation then ends with the
+error, while MPI keeps its arrays. A blocking call cannot be interrupted inside MPI: the job is
+aborted, with the reason on standard error.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ log = logs.logger("mpi")
 
 _INTERVAL_S = 0.25
 _GRACE_S = 1.0
-"""How long an operation may be inside MPI before it is checked; mpirun also needs time to end a job."""
+"""How long an operation may be inside MPI before it is checked; mpirun also needs time to end a
+job."""
 
 _backends: weakref.WeakSet[MPIBackend] = weakref.WeakSet()
 _thread: threading.Thread | None = None
@@ -67,15 +70,16 @@ def _serve() -> None:
 def _flush_sends(backends: list[MPIBackend]) -> None:
     """Call MPI if no operation is in it.
 
-    The rest of a message can wait for the sender's next call of MPI though MPI has reported that it is sent (seen over
-    TCP on busy hosts with Intel MPI 2021.18 and Open MPI 5.0.11).
+    The rest of a message can wait for the sender's next call of MPI though MPI has reported that it
+    is sent (seen over TCP on busy hosts with Intel MPI 2021.18 and Open MPI 5.0.11).
     """
     mpi = backends[0].mpi
     communicators = [b.communicator for b in backends if b.communicator is not None]
     if mpi.any_thread_calls and not any(c.in_mpi_since for c in communicators):
         try:
             mpi.make_progress()
-        except mpi.MPI.Exception as e:  # an operation that fails for the same reason reports it
+        except mpi.MPI.Exception as e:
+            # An operation that fails for the same reason reports it.
             log.debug("a call of MPI between operations failed: %s", e)
 
 
@@ -88,13 +92,15 @@ def _check_backend(backend: MPIBackend) -> None:
     ):
         try:
             _check(backend, communicator)
-        except Exception as e:  # the other groups are still checked
+        except Exception as e:
+            # The other groups are still checked.
             log.exception("the watchdog of group %r failed", backend.context.name)
             backend.thread_failed(e)
 
 
 def _check(backend: MPIBackend, communicator: GroupCommunicator) -> None:
-    """End an operation that has been inside MPI for long, if its group failed, a member departed or it timed out."""
+    """End an operation that has been inside MPI for long, if its group failed, a member departed or
+    it timed out."""
     since, call = communicator.in_mpi_since, communicator.state.call
     if call is None or not since or communicator.abandoned_seq == call.seq:
         return
@@ -104,7 +110,8 @@ def _check(backend: MPIBackend, communicator: GroupCommunicator) -> None:
         error = communicator.lost_error(peer)
     if error is None and time.monotonic() - since > call.timeout:
         error = operation_errors.timeout_error(communicator.context, call)
-    if error is None or communicator.in_mpi_since != since:  # it has just completed
+    # It has just completed.
+    if error is None or communicator.in_mpi_since != since:
         return
     communicator.abandoned_seq = call.seq
     if communicator.in_background:
@@ -117,8 +124,8 @@ def _give_up(backend: MPIBackend, communicator: GroupCommunicator, error: DistEr
     """End an asynchronous operation with an error."""
     if isinstance(error, OperationTimeoutError):
         error = OperationTimeoutError(
-            f"{error}; MPI operations cannot be cancelled: MPI keeps the arrays and a thread until the operation ends,"
-            " if it does",
+            f"{error}; MPI operations cannot be cancelled: MPI keeps the arrays and a thread until"
+            " the operation ends, if it does",
             group=error.group,
             op=error.op,
             seq=error.seq,

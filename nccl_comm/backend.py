@@ -43,7 +43,8 @@ class NCCLBackend(DeviceBackend):
     def configure(self, options: Options) -> Config:
         config = super().configure(options)
         variables = settings(self.native.name)
-        blocking = variables.get("NCCL_COMM_BLOCKING")  # NCCL prefers it to the option if it is 0 or 1
+        # NCCL prefers it to the option if it is 0 or 1.
+        blocking = variables.get("NCCL_COMM_BLOCKING")
         return config if blocking not in ("0", "1") else replace(config, blocking=blocking == "1")
 
     def describe_transports(self, facts: Sequence[dict[str, Any]]) -> list[str]:

@@ -1,8 +1,9 @@
 """The transports of a group's data for ``explain()``: the expected ones, and those in NCCL's log.
 
-For every pair of ranks NCCL chooses between peer-to-peer access (P2P), shared memory of the host and the network, and
-has no function that returns the choice. :func:`expected` derives it from what the members published when they
-connected, from CUDA's driver and from the environment; :func:`logged` reads NCCL's log, if that is a file.
+For every pair of ranks NCCL chooses between peer-to-peer access (P2P), shared memory of the host
+and the network, and has no function that returns the choice. :func:`expected` derives it from what
+the members published when they connected, from CUDA's driver and from the environment;
+:func:`logged` reads NCCL's log, if that is a file.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from unicoll.devices.device_runtime import DeviceError, DeviceRuntime
 from unicoll.net.wire.interfaces import interfaces
 
 Fact = Mapping[str, Any]
-"""What a member published: ``host``, ``device`` (ordinal in its process), ``uuid``, and ``hostid`` if NCCL_HOSTID is
-set; see :mod:`unicoll.device_collectives.communicators.unique_id`."""
+"""What a member published: ``host``, ``device`` (ordinal in its process), ``uuid``, and ``hostid``
+if NCCL_HOSTID is set; see :mod:`unicoll.device_collectives.communicators.unique_id`."""
 
 VARIABLES = (
     "NCCL_P2P_DISABLE",
@@ -50,7 +51,8 @@ _LOG_BYTES = 64 << 20
 """The most that is read of a log."""
 _LEVELS = ("INFO", "TRACE")
 _LINE = re.compile(
-    r"(\d+):\d+ \[\d+\] NCCL INFO Channel \d+(?:/\d+)? : (\d+)\[[^\]]*\] -> (\d+)\[[^\]]*\](?: \[(send|receive)\])?"
+    r"(\d+):\d+ \[\d+\] NCCL INFO Channel \d+(?:/\d+)? : (\d+)\[[^\]]*\] -> (\d+)\[[^\]]*\](?:"
+    r" \[(send|receive)\])?"
     r" via (.+?)(?: comm 0x.*)?$"
 )
 """Groups: process, ranks from and to, direction and transport."""
@@ -61,7 +63,8 @@ _NUMBER = re.compile(r"\d+(\(\d+\))?")
 def settings(
     library: str = "NCCL", environ: Mapping[str, str] = os.environ, system: Path = _SYSTEM
 ) -> dict[str, str]:
-    """NCCL's variables: the environment's, else those of ``NCCL_CONF_FILE`` or ``~/.nccl.conf``, else the system's.
+    """NCCL's variables: the environment's, else those of ``NCCL_CONF_FILE`` or ``~/.nccl.conf``,
+    else the system's.
 
     RCCL has the same variables in files of its own.
     """
@@ -79,18 +82,23 @@ def settings(
 
 
 def connecting(addresses: Sequence[str], environ: Mapping[str, str]) -> str:
-    """A description of the interfaces on which the ranks connect: NCCL's and unicoll's, which are chosen apart.
+    """A description of the interfaces on which the ranks connect: NCCL's and unicoll's, which are
+    chosen apart.
 
     Args:
         addresses: on which unicoll listens.
         environ: NCCL's variables (:func:`settings`).
     """
     found = [str(one) for one in interfaces() if one.address in addresses]
-    how = "by NCCL_SOCKET_IFNAME" if environ.get("NCCL_SOCKET_IFNAME") else "NCCL_SOCKET_IFNAME is not set"
+    how = (
+        "by NCCL_SOCKET_IFNAME"
+        if environ.get("NCCL_SOCKET_IFNAME")
+        else "NCCL_SOCKET_IFNAME is not set"
+    )
     return f"NCCL uses {_sockets(environ)} ({how}), unicoll {_list(found or addresses)}"
 
 
-# --- the expected transports -----------------------------------------------------------------------------------------
+# --- the expected transports ----------------------------------------------------------------------
 
 
 def expected(
@@ -139,7 +147,8 @@ def _within_host(own: Fact, peer: Fact, cuda: DeviceRuntime, environ: Mapping[st
     if peer["uuid"] == own["uuid"]:
         return "P2P (the same device)"
     reach = _reach(own, peer, cuda)
-    if reach is None:  # each process sees only its own device
+    # Each process sees only its own device.
+    if reach is None:
         return f"P2P where the devices allow it, else {shared or 'network'}"
     direct, atomic = reach
     if direct and atomic:
@@ -148,7 +157,8 @@ def _within_host(own: Fact, peer: Fact, cuda: DeviceRuntime, environ: Mapping[st
 
 
 def _reach(own: Fact, peer: Fact, cuda: DeviceRuntime) -> tuple[bool, bool] | None:
-    """``peer_access`` of the runtime from this device to a peer's; None if the peer's is not visible."""
+    """``peer_access`` of the runtime from this device to a peer's; None if the peer's is not
+    visible."""
     try:
         for other in range(cuda.device_count()):
             if cuda.facts(other).uuid == peer["uuid"]:
@@ -173,7 +183,8 @@ def _network(net_name: str | None, environ: Mapping[str, str], devices: Path) ->
 
 
 def _sockets(environ: Mapping[str, str]) -> str:
-    """The interfaces of NCCL's sockets, with which it also connects the ranks in the first place."""
+    """The interfaces of NCCL's sockets, with which it also connects the ranks in the first
+    place."""
     spec = environ.get("NCCL_SOCKET_IFNAME")
     names = [name for _, name in socket.if_nameindex() if not name.startswith(_VIRTUAL)]
     return f"sockets on {spec or _list(names) or 'no interface but the loopback'}"
@@ -185,7 +196,9 @@ def _infiniband(devices: Path) -> str:
     try:
         for device in sorted(devices.iterdir()):
             links = [p.read_text().strip() for p in device.glob("ports/*/link_layer")]
-            kinds["RoCE" if links and set(links) == {"Ethernet"} else "InfiniBand"].append(device.name)
+            kinds["RoCE" if links and set(links) == {"Ethernet"} else "InfiniBand"].append(
+                device.name
+            )
     except OSError:
         pass
     return "; ".join(f"{kind} {_list(names)}" for kind, names in sorted(kinds.items()))
@@ -204,13 +217,14 @@ def _on(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "").strip() not in ("", "0")
 
 
-# --- NCCL's log -------------------------------------------------------------------------------------------------
+# --- NCCL's log -----------------------------------------------------------------------------------
 
 
 def logged(environ: Mapping[str, str]) -> str:
     """This process's connections in NCCL's log; "" if there is no log file, or none in it.
 
-    All communicators of the process write to the log, and ranks are those of the respective communicator.
+    All communicators of the process write to the log, and ranks are those of the respective
+    communicator.
     """
     if environ.get("NCCL_DEBUG", "").upper() not in _LEVELS:
         return ""
@@ -218,7 +232,10 @@ def logged(environ: Mapping[str, str]) -> str:
         peers = _read(_log_file(environ.get("NCCL_DEBUG_FILE", "")))
     except OSError:
         return ""
-    parts = [f"{transport} with {_count(len(ranks), 'rank')}" for transport, ranks in sorted(peers.items())]
+    parts = [
+        f"{transport} with {_count(len(ranks), 'rank')}"
+        for transport, ranks in sorted(peers.items())
+    ]
     return f"in NCCL's log: {', '.join(parts)}" if parts else ""
 
 
@@ -229,9 +246,11 @@ def _log_file(pattern: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, set[int]]:
-    """By transport the ranks with which this process is connected; several processes may write to one file."""
+    """By transport the ranks with which this process is connected; several processes may write to
+    one file."""
     peers: dict[str, set[int]] = defaultdict(set)
-    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe might never end
+    # Reading a pipe might never end.
+    if not stat.S_ISREG(path.stat().st_mode):
         return peers
     pid = str(os.getpid())
     with path.open(errors="replace") as lines:

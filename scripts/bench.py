@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""``python -m unicoll.bench`` from an uninstalled checkout: ``python scripts/bench.py OP [flags]``."""
+"""``python -m unicoll.bench`` from an uninstalled checkout: ``python scripts/bench.py OP
+[flags]``."""
 
 import sys
 from pathlib import Path

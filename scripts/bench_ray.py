@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Measures all_reduce of two Ray actors over Ray's Gloo group and over unicoll's, alternating in the same two actors.
+"""Measures all_reduce of two Ray actors over Ray's Gloo group and over unicoll's, alternating in
+the same two actors.
 
     python scripts/bench_ray.py --sizes 8,16384,1048576,67108864
 
-Both are called by ``ray.util.collective.allreduce`` on the same float32 array. A block is a barrier and several calls;
-the figure of a size is the median over all blocks of the time of a call, of the slower rank.
+Both are called by ``ray.util.collective.allreduce`` on the same float32 array. A block is a barrier
+and several calls; the figure of a size is the median over all blocks of the time of a call, of the
+slower rank.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Rank:
         return found
 
     def _calls(self, name: str, x: np.ndarray) -> int:
-        """Calls of a block: rank 0 doubles them until the block takes long enough, and tells the other rank."""
+        """Calls of a block: rank 0 doubles them until the block takes long enough, and tells the
+        other rank."""
         calls, enough = 3, np.zeros(1)
         while not enough[0]:
             calls *= 2
@@ -76,12 +79,15 @@ def main() -> None:
     for size in map(int, options.sizes.split(",")):
         ranks = ray.get([actor.measure.remote(size, options.blocks) for actor in actors])
         times = {
-            name: statistics.median(max(pair) for pair in zip(*(rank[name] for rank in ranks), strict=True))
+            name: statistics.median(
+                max(pair) for pair in zip(*(rank[name] for rank in ranks), strict=True)
+            )
             for name in GROUPS
         }
         ratio = times["gloo"] / times["unicoll"]
         print(
-            f"{size:>10} {1e6 * times['gloo']:>12.1f} {1e6 * times['unicoll']:>12.1f} {ratio:>15.2f}",
+            f"{size:>10} {1e6 * times['gloo']:>12.1f} {1e6 * times['unicoll']:>12.1f}"
+            f" {ratio:>15.2f}",
             flush=True,
         )
     ray.shutdown()

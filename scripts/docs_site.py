@@ -1,4 +1,5 @@
-"""Hooks for mkdocs: the site keeps the repository's layout, and Sphinx roles in docstrings are converted."""
+"""Hooks for mkdocs: the site keeps the repository's layout, and Sphinx roles in docstrings are
+converted."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ LINKED = ("*.md", "LICENSE", "docs/**/*", "examples/*", "examples/kubernetes/*",
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Files keep their paths in the repository, so that links out of docs/ resolve as on a Git host."""
-    other_files = [file for file in files if not str(file.abs_src_path).startswith(str(ROOT / "docs"))]
+    """Files keep their paths in the repository, so that links out of docs/ resolve as on a Git
+    host."""
+    other_files = [
+        file for file in files if not str(file.abs_src_path).startswith(str(ROOT / "docs"))
+    ]
     linked_paths = {path for pattern in LINKED for path in ROOT.glob(pattern) if path.is_file()}
     return Files(
         other_files
@@ -28,7 +32,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 class PlainRoles(griffe.Extension):
-    """Converts :func:`name` and similar roles to `name`, and the double colon before a code block to one colon."""
+    """Converts :func:`name` and similar roles to `name`, and the double colon before a code block
+    to one colon."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:

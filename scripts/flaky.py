@@ -1,8 +1,8 @@
 """Runs the tests on a loaded machine and counts failures by test; see scripts/flaky.
 
-Beside the tests run busy processes and jobs of the library; with ``--pauses`` processes that the tests have started are
-stopped for 0.3 to 2.5 s now and then, after which a process goes on that its test may have stopped, too. Every run has
-another order of tests and another seed.
+Beside the tests run busy processes and jobs of the library; with ``--pauses`` processes that the
+tests have started are stopped for 0.3 to 2.5 s now and then, after which a process goes on that its
+test may have stopped, too. Every run has another order of tests and another seed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def pause(root: int, ended: threading.Event) -> None:
 
 
 def one_run(arguments: list[str], pauses: bool) -> Counter[str]:
-    """Run the tests once; returns what failed, with "(flaky)" behind the names of tests that passed alone."""
+    """Run the tests once; returns what failed, with "(flaky)" behind the names of tests that passed
+    alone."""
     seed = random.randrange(1 << 24)
     variables = {"UNICOLL_TEST_SEED": str(seed), "UNICOLL_TEST_SHORT": "1"}
     order = ["--random-order", f"--random-order-seed={seed}"]
@@ -135,9 +136,14 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--busy", type=int, default=2, help="busy processes beside the tests")
     parser.add_argument(
-        "--jobs", type=int, default=1, help="jobs of the library beside the tests, of two ranks each"
+        "--jobs",
+        type=int,
+        default=1,
+        help="jobs of the library beside the tests, of two ranks each",
     )
-    parser.add_argument("--pauses", action="store_true", help="stop processes of the tests now and then")
+    parser.add_argument(
+        "--pauses", action="store_true", help="stop processes of the tests now and then"
+    )
     flags, arguments = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what is running, too
     counts: Counter[str] = Counter()

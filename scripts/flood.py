@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""A flood of connections against a job on loopback, and the times of the job's operations meanwhile.
+"""A flood of connections against a job on loopback, and the times of the job's operations
+meanwhile.
 
-Starts a job of two ranks with a secret and floods every port on which they listen (the store's, the control plane's
-and the data listeners') in two ways: with silent connections, which are reopened when the job closes them, and with
-connections that are reset once they are established. Meanwhile the ranks do all_reduce, store.set and store.get, and
-open files, and clients that hold the secret connect to the store. Prints the time of each without the flood and with
-it, the open descriptors of the ranks, and "held" if every operation and every client succeeded and the descriptors
-stayed under their cap; else what failed, and the exit code is 1.
+Starts a job of two ranks with a secret and floods every port on which they listen (the store's, the
+control plane's and the data listeners') in two ways: with silent connections, which are reopened
+when the job closes them, and with connections that are reset once they are established. Meanwhile
+the ranks do all_reduce, store.set and store.get, and open files, and clients that hold the secret
+connect to the store. Prints the time of each without the flood and with it, the open descriptors of
+the ranks, and "held" if every operation and every client succeeded and the descriptors stayed under
+their cap; else what failed, and the exit code is 1.
 
-The job leaves most of the connections in the kernel's queue, so the rate counts attempts; the output has the number
-of established ones.
+The job leaves most of the connections in the kernel's queue, so the rate counts attempts; the
+output has the number of established ones.
 
-The traffic stays on loopback; number, rate and time are bounded. The only target is the job that this program starts.
+The traffic stays on loopback; number, rate and time are bounded. The only target is the job that
+this program starts.
 """
 
 from __future__ import annotations
@@ -50,17 +53,22 @@ RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 SOURCE_PORTS = range(10_000, 20_000)
 SOURCE_HOSTS = 8
 SPARE = 16
-"""Descriptors of a rank beyond those open without the flood, its files and unauthenticated connections."""
+"""Descriptors of a rank beyond those open without the flood, its files and unauthenticated
+connections."""
 
 
-# --- the job --------------------------------------------------------------------------------------------------------
+# --- the job --------------------------------------------------------------------------------------
 
 
 def run_rank(rank: int, port: int, secret: str, limit: int, pipe: Connection) -> None:
-    """One rank of the job: joins, sends its ports, and executes operations in the phases that the pipe starts."""
+    """One rank of the job: joins, sends its ports, and executes operations in the phases that the
+    pipe starts."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     os.environ.update(
-        UNICOLL_SECRET=secret, UNICOLL_TRANSPORT="tcp", UNICOLL_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
+        UNICOLL_SECRET=secret,
+        UNICOLL_TRANSPORT="tcp",
+        UNICOLL_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
     )
     import unicoll as dist
     from tests.support.ports import listening_ports
@@ -70,7 +78,13 @@ def run_rank(rank: int, port: int, secret: str, limit: int, pipe: Connection) ->
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT_SECONDS)
     work(rank, store, 0.2)  # opens the connections
     ports = [port for _, port in listening_ports()]
-    pipe.send({"ports": ports, "unauthenticated": len(ports) * max_unauthenticated(), "open": descriptors()})
+    pipe.send(
+        {
+            "ports": ports,
+            "unauthenticated": len(ports) * max_unauthenticated(),
+            "open": descriptors(),
+        }
+    )
     while (seconds := pipe.recv()) is not None:
         pipe.send(work(rank, store, seconds))
     dist.destroy_process_group()
@@ -140,7 +154,8 @@ def threads_time() -> float:
 
 
 def connect_clients(port: int, secret: str, pipe: Connection) -> None:
-    """New clients of the store, sequentially on each of several threads, in the phases that the pipe starts."""
+    """New clients of the store, sequentially on each of several threads, in the phases that the
+    pipe starts."""
     from unicoll import TCPStore
     from unicoll.net.wire.secret import Secret
 
@@ -149,7 +164,10 @@ def connect_clients(port: int, secret: str, pipe: Connection) -> None:
             while time.monotonic() < until:
                 started = time.perf_counter()
                 TCPStore(
-                    "127.0.0.1", port, timeout=CONNECT_SECONDS, secret=Secret(secret.encode(), "flood")
+                    "127.0.0.1",
+                    port,
+                    timeout=CONNECT_SECONDS,
+                    secret=Secret(secret.encode(), "flood"),
                 ).close()
                 took.append(time.perf_counter() - started)
                 time.sleep(CLIENT_PAUSE_SECONDS)
@@ -168,13 +186,14 @@ def connect_clients(port: int, secret: str, pipe: Connection) -> None:
         pipe.send({"took": {NEW_CLIENT: took}, "error": errors[0] if errors else None})
 
 
-# --- the attackers --------------------------------------------------------------------------------------------------
+# --- the attackers --------------------------------------------------------------------------------
 
 
 def attack(
     number: int, ports: list[int], connections: int, rate: float, seconds: float, pipe: Connection
 ) -> None:
-    """Holds this many silent connections, and resets this many others per second; sends the numbers at the end."""
+    """Holds this many silent connections, and resets this many others per second; sends the numbers
+    at the end."""
     wanted = connections + 64
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -237,7 +256,8 @@ def state(sock: socket.socket) -> int:
 
 
 def sweep(held: list[socket.socket]) -> tuple[list[socket.socket], tuple[int, int]]:
-    """The connections that the job has not closed; the numbers of established and of unanswered ones."""
+    """The connections that the job has not closed; the numbers of established and of unanswered
+    ones."""
     states = [state(sock) for sock in held]
     kept = []
     for sock, now in zip(held, states, strict=True):
@@ -248,7 +268,7 @@ def sweep(held: list[socket.socket]) -> tuple[list[socket.socket], tuple[int, in
     return kept, (states.count(ESTABLISHED), states.count(SYN_SENT))
 
 
-# --- both -----------------------------------------------------------------------------------------------------------
+# --- both -----------------------------------------------------------------------------------------
 
 
 class Program:
@@ -291,8 +311,11 @@ def receive(pipes: list[Connection], seconds: float) -> list[Any]:
     return answers
 
 
-def measure(ranks: list[Any], pipes: list[Connection], seconds: float) -> tuple[list[Any], list[int]]:
-    """Run a phase; returns the results of ranks and clients, and each rank's maximum number of descriptors."""
+def measure(
+    ranks: list[Any], pipes: list[Connection], seconds: float
+) -> tuple[list[Any], list[int]]:
+    """Run a phase; returns the results of ranks and clients, and each rank's maximum number of
+    descriptors."""
     for pipe in pipes:
         pipe.send(seconds)
     most = [0] * len(ranks)
@@ -304,7 +327,8 @@ def measure(ranks: list[Any], pipes: list[Connection], seconds: float) -> tuple[
 
 
 def table(undisturbed: list[Any], flooded: list[Any]) -> str:
-    """The times of the operations on all ranks and of new clients, without the flood and with it."""
+    """The times of the operations on all ranks and of new clients, without the flood and with
+    it."""
     lines = [
         f"{'milliseconds':<16}{'without the flood':>30}{'with it':>30}",
         f"{'':<16}" + f"{'p50':>10}{'p99':>10}{'max':>10}" * 2,
@@ -360,21 +384,24 @@ def flood(args: argparse.Namespace, program: Program) -> list[str]:
     for pipe in pipes:
         pipe.send(None)
 
-    established, waiting, opened, reset, refused = (sum(one[i] for one in reached) for i in range(5))
+    established, waiting, opened, reset, refused = (
+        sum(one[i] for one in reached) for i in range(5)
+    )
     seconds = max(one[5] for one in reached)
     print(
         f"open at once: {established + waiting} silent connections ({established} established,"
-        f" {waiting} waiting for a listener's queue)\n"
-        f"connects a second: {(opened + reset + refused) / seconds:.0f} ({opened / seconds:.0f} silent,"
-        f" {reset / seconds:.0f} established and reset, {refused / seconds:.0f} abandoned since the queue was full),"
-        f" for {seconds:.1f} s\n"
+        f" {waiting} waiting for a listener's queue)\nconnects a second:"
+        f" {(opened + reset + refused) / seconds:.0f} ({opened / seconds:.0f} silent,"
+        f" {reset / seconds:.0f} established and reset, {refused / seconds:.0f} abandoned since the"
+        f" queue was full), for {seconds:.1f} s\n"
     )
     print(table(undisturbed, flooded), end="\n\n")
     failures = [one["error"] for one in (*undisturbed, *flooded) if one["error"]]
     for i, (rank, peak) in enumerate(zip(joined, most, strict=True)):
         cap = min(args.limit, rank["open"] + rank["unauthenticated"] + FILES + SPARE)
         print(
-            f"descriptors of rank {i}: {rank['open']} without the flood, at most {peak} with it; the cap is {cap}"
+            f"descriptors of rank {i}: {rank['open']} without the flood, at most {peak} with it;"
+            f" the cap is {cap}"
         )
         if peak > cap:
             failures.append(f"rank {i} had {peak} descriptors, more than {cap}")
@@ -394,7 +421,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--connections", type=int, default=20_000, help="silent connections at once (20000)")
+    parser.add_argument(
+        "--connections", type=int, default=20_000, help="silent connections at once (20000)"
+    )
     parser.add_argument(
         "--rate", type=float, default=10_000, help="connections made and reset a second (10000)"
     )
@@ -404,7 +433,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--limit", type=int, default=None, help="limit of open files of a rank (what there is)"
     )
     parser.add_argument(
-        "--short", action="store_true", help="1000 connections, 200 a second, 2 s, 1024 open files a rank"
+        "--short",
+        action="store_true",
+        help="1000 connections, 200 a second, 2 s, 1024 open files a rank",
     )
     args = parser.parse_args(argv)
     if args.short:

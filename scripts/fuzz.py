@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Fuzzes the parsers of peers' input: `fuzz.py [TARGET]`.
 
-Inputs are valid ones with flipped bits, truncated or spliced, with other lengths and extreme numbers, and random bytes.
-Findings are exceptions that the parser does not document, a handshake that succeeds without its proof, an unpickling or
-other execution of code, a hang, excessive memory, and a server that no longer serves its other clients. Each is printed
-with the seed and the input in hexadecimal digits, which `--replay` runs again; then the exit code is 1.
+Inputs are valid ones with flipped bits, truncated or spliced, with other lengths and extreme
+numbers, and random bytes. Findings are exceptions that the parser does not document, a handshake
+that succeeds without its proof, an unpickling or other execution of code, a hang, excessive memory,
+and a server that no longer serves its other clients. Each is printed with the seed and the input in
+hexadecimal digits, which `--replay` runs again; then the exit code is 1.
 
-Servers and groups run without their threads: an input is sent over a socketpair and the handler is called. The codec
-and the store's table read from memory. The targets are in scripts/fuzzing.
+Servers and groups run without their threads: an input is sent over a socketpair and the handler is
+called. The codec and the store's table read from memory. The targets are in scripts/fuzzing.
 """
 
 from __future__ import annotations
@@ -65,13 +66,16 @@ def fuzz(name: str, inputs: int, seed: int) -> int:
         target.close()
     seconds = time.monotonic() - started
     print(
-        f"{name}: {done} inputs, {taken} taken, {len(found)} findings, {seconds:.1f} s, {done / seconds:.0f} a second",
+        f"{name}: {done} inputs, {taken} taken, {len(found)} findings, {seconds:.1f} s,"
+        f" {done / seconds:.0f} a second",
         flush=True,
     )
     return len(found)
 
 
-def report(name: str, seed: int, number: int, data: bytes, error: BaseException, found: set[str]) -> None:
+def report(
+    name: str, seed: int, number: int, data: bytes, error: BaseException, found: set[str]
+) -> None:
     """Prints a finding, once per line of code that raises it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     kind = f"{type(error).__name__} {place.filename}:{place.lineno}"
@@ -88,7 +92,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", nargs="?", choices=sorted(TARGETS), help="default: all of them")
-    parser.add_argument("--inputs", type=int, default=100_000, help="number of inputs per target (100000)")
+    parser.add_argument(
+        "--inputs", type=int, default=100_000, help="number of inputs per target (100000)"
+    )
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="default: random"
     )
@@ -104,7 +110,9 @@ def main(argv: list[str] | None = None) -> int:
         target.close()
         return 0
     print(f"seed {args.seed}", flush=True)
-    findings = sum(fuzz(name, args.inputs, args.seed) for name in ([args.target] if args.target else TARGETS))
+    findings = sum(
+        fuzz(name, args.inputs, args.seed) for name in ([args.target] if args.target else TARGETS)
+    )
     return 1 if findings else 0
 
 

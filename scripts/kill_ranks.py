@@ -1,11 +1,12 @@
-"""Kills random processes of a training, and compares its weights with those of trainings in which nothing was killed.
+"""Kills random processes of a training, and compares its weights with those of trainings in which
+nothing was killed.
 
     python scripts/kill_ranks.py --kills 200
 
-It trains examples/recover_digits.py on 1, 2, 3 and 4 processes, and then on 4 processes of which it kills one or two at
-random times: also processes that start, join the others or receive the weights. The steps are spread over the kills. It
-fails unless all weights have the same SHA-256, the launcher succeeded, only killed processes were replaced, and no
-process and no file is left.
+It trains examples/recover_digits.py on 1, 2, 3 and 4 processes, and then on 4 processes of which it
+kills one or two at random times: also processes that start, join the others or receive the weights.
+The steps are spread over the kills. It fails unless all weights have the same SHA-256, the launcher
+succeeded, only killed processes were replaced, and no process and no file is left.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def command_line(pid: str) -> str:
 
 
 def run(processes: int, epochs: int, kills: int, seed: int) -> tuple[str, str]:
-    """Train; the digest of the weights, and a line about the run. RuntimeError: it failed, or has left something."""
+    """Train; the digest of the weights, and a line about the run. RuntimeError: it failed, or has
+    left something."""
     files = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as name:
         start = time.monotonic()
@@ -132,7 +134,11 @@ def run(processes: int, epochs: int, kills: int, seed: int) -> tuple[str, str]:
         replaced = output.count("starting a replacement")
         left = [pid for pid in os.listdir("/proc") if pid.isdigit() and name in command_line(pid)]
     problems = [
-        f"the launcher's exit code is {training.launcher.returncode}" if training.launcher.returncode else "",
+        (
+            f"the launcher's exit code is {training.launcher.returncode}"
+            if training.launcher.returncode
+            else ""
+        ),
         "" if digest else "no weights",
         f"{replaced} replacements for {kills} kills" if replaced != kills else "",
         f"processes {left} are left" if left else "",

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""``python -m unicoll.run`` from an uninstalled checkout: ``python scripts/launch.py [flags] script [arguments]``."""
+"""``python -m unicoll.run`` from an uninstalled checkout: ``python scripts/launch.py [flags] script
+[arguments]``."""
 
 import sys
 from pathlib import Path

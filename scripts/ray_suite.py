@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Runs Ray's own CPU tests of ray.util.collective on the backend of unicoll.integrations.ray, or on Ray's GLOO.
+"""Runs Ray's own CPU tests of ray.util.collective on the backend of unicoll.integrations.ray, or on
+Ray's GLOO.
 
-    git clone --depth 1 --branch ray-2.60.0 https://github.com/ray-project/ray
-    python scripts/ray_suite.py ray                         # single_node_cpu_tests, one node
-    python scripts/ray_suite.py ray --nodes 2 -k sum        # distributed_cpu_tests; other options are pytest's
+    git clone --depth 1 --branch ray-2.60.0 https://github.com/ray-project/ray python
+    scripts/ray_suite.py ray                         # single_node_cpu_tests, one node python
+    scripts/ray_suite.py ray --nodes 2 -k sum        # distributed_cpu_tests; other options are
+    pytest's
 
-in an environment with Ray, torch and pytest. The tests are copied, with the tested backend in place of GLOO, and use
-one Ray cluster instead of one for each test. Those of the class of Ray's Gloo group itself are left out.
+in an environment with Ray, torch and pytest. The tests are copied, with the tested backend in place
+of GLOO, and use one Ray cluster instead of one for each test. Those of the class of Ray's Gloo
+group itself are left out.
 """
 
 from __future__ import annotations

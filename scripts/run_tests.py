@@ -1,8 +1,9 @@
-"""Runs pytest; tests that fail run again, each alone, up to twice: python scripts/run_tests.py [pytest's arguments]
+"""Runs pytest; tests that fail run again, each alone, up to twice: python scripts/run_tests.py
+[pytest's arguments]
 
-A test that then passes is reported as FLAKY. What it printed when it failed is kept in a file of the folder
-UNICOLL_TEST_FLAKY (default: .flaky in the checkout). The exit status is 0 if no other test failed and there are at
-most three files in this folder.
+A test that then passes is reported as FLAKY. What it printed when it failed is kept in a file of
+the folder UNICOLL_TEST_FLAKY (default: .flaky in the checkout). The exit status is 0 if no other
+test failed and there are at most three files in this folder.
 """
 
 from __future__ import annotations

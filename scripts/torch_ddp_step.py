@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Measures a DDP step of a small transformer on unicoll's CPU backend and on torch's Gloo, alternating in one job.
+"""Measures a DDP step of a small transformer on unicoll's CPU backend and on torch's Gloo,
+alternating in one job.
 
     unirun --nproc-per-node 2 --no-prefix scripts/torch_ddp_step.py --json step.json
 
-Each round has one step on each backend and one without communication (``no_sync``), in rotating order. The difference
-to the step without communication is the communication that does not overlap the backward pass.
+Each round has one step on each backend and one without communication (``no_sync``), in rotating
+order. The difference to the step without communication is the communication that does not overlap
+the backward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def transformer(width: int = 384, layers: int = 5, tokens: int = 2000) -> nn.Mod
     return nn.Sequential(nn.Embedding(tokens, width), encoder, nn.Linear(width, tokens))
 
 
-def step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+def step(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: torch.Tensor
+) -> float:
     """Run one training step; returns its seconds. The caller synchronises the ranks."""
     start = time.perf_counter()
     optimizer.zero_grad(set_to_none=False)
@@ -47,7 +51,9 @@ def step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: to
 
 def main() -> None:
     """The command-line program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=32)
@@ -57,7 +63,8 @@ def main() -> None:
     dist.init_process_group("unicoll-gloo")
     groups = {name: dist.new_group(backend=name) for name in BACKENDS}
     models = {
-        name: DistributedDataParallel(transformer(), process_group=group) for name, group in groups.items()
+        name: DistributedDataParallel(transformer(), process_group=group)
+        for name, group in groups.items()
     }
     optimizers = {name: torch.optim.SGD(model.parameters(), 1e-3) for name, model in models.items()}
     x = torch.randint(0, 2000, (options.batch, options.length))
@@ -105,10 +112,15 @@ def report(
     """Print the results and write them to a file."""
     steps = {name: statistics.median(seconds) for name, seconds in times.items()}
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks on {os.cpu_count()} cores")
+    print(
+        f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks on {os.cpu_count()}"
+        " cores"
+    )
     for name, seconds in steps.items():
         exposed = (
-            "" if name == BASELINE else f"  exposed communication {1e3 * (seconds - steps[BASELINE]):8.1f} ms"
+            ""
+            if name == BASELINE
+            else f"  exposed communication {1e3 * (seconds - steps[BASELINE]):8.1f} ms"
         )
         reduction = "" if name == BASELINE else f"  reductions alone {1e3 * bare[name]:7.1f} ms"
         print(f"{name:18} step {1e3 * seconds:8.1f} ms{exposed}{reduction}")

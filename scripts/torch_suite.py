@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Runs PyTorch's own tests of torch.distributed (``torch.testing._internal.distributed.distributed_test``) on backends.
+"""Runs PyTorch's own tests of torch.distributed
+(``torch.testing._internal.distributed.distributed_test``) on backends.
 
-    scripts/torch_suite                                        # gloo and unicoll-gloo, 2 and 3 ranks
-    scripts/torch_suite --backends gloo,unicoll-mpi            # under Open MPI; MPI=mpich in front: under MPICH
-    scripts/torch_suite --ranks 2 -k all_to_all --verbose
+    scripts/torch_suite                                        # gloo and unicoll-gloo, 2 and 3
+    ranks scripts/torch_suite --backends gloo,unicoll-mpi            # under Open MPI; MPI=mpich in
+    front: under MPICH scripts/torch_suite --ranks 2 -k all_to_all --verbose
 
 (``scripts/torch_suite`` creates an environment and runs ``scripts/torch_suite.py`` in it.)
 
-The tests run with the backend name "gloo", so exactly those for Gloo are run; their groups have the tested backend.
-torch is imported once: for each test one process per rank is forked, and killed after ``--limit`` seconds. ``mpirun``
-starts a stub per rank, which passes its environment and file descriptors to the forked process.
+The tests run with the backend name "gloo", so exactly those for Gloo are run; their groups have the
+tested backend. torch is imported once: for each test one process per rank is forked, and killed
+after ``--limit`` seconds. ``mpirun`` starts a stub per rank, which passes its environment and file
+descriptors to the forked process.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 _LOG_CHARACTERS = 4000
 
 
-# --- forking process -----------------------------------------------------------------------------------------
+# --- forking process ------------------------------------------------------------------------------
 
 
 def forker(backend: str, size: int, limit: float, names: Sequence[str], folder: str) -> None:
@@ -107,11 +109,15 @@ def _one_test(
     for log in logs:
         log.write_bytes(b"")  # a rank that is never started has written nothing
     if stub is None:
-        children = [_fork(tests, name, rank, rendezvous_file, logs[rank], None, ()) for rank in range(size)]
+        children = [
+            _fork(tests, name, rank, rendezvous_file, logs[rank], None, ()) for rank in range(size)
+        ]
         codes = _await_all(children, limit)
     else:
         codes = stub.run(
-            lambda rank, environ, fds: _fork(tests, name, rank, rendezvous_file, logs[rank], environ, fds),
+            lambda rank, environ, fds: _fork(
+                tests, name, rank, rendezvous_file, logs[rank], environ, fds
+            ),
             limit,
         )
     if stub is not None:
@@ -192,14 +198,20 @@ class _Stub:
         from unicoll.run.mpirun import mpirun, mpirun_variables
 
         self._mpirun = mpirun() or "mpirun"
-        self._variables = mpirun_variables(size) | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+        self._variables = mpirun_variables(size) | {
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"
+        }
 
     def run(self, fork: Any, limit: float) -> list[int]:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._path)
             listener.listen()
             listener.settimeout(30)
-            environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+            environ = {
+                k: v
+                for k, v in os.environ.items()
+                if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+            }
             environ |= self._variables | {"STUB_SOCKET": self._path, "TMPDIR": self._folder}
             environ["OMPI_MCA_btl_sm_backing_directory"] = self._folder  # deleted with the folder
             program = [sys.executable, "-S", "-c", _STUB]
@@ -261,16 +273,31 @@ def _receive(caller: socket.socket) -> tuple[dict[str, str], list[int]]:
     return found, fds
 
 
-# --- main process -----------------------------------------------------------------------------------
+# --- main process ---------------------------------------------------------------------------------
 
 
 def run(backend: str, size: int, limit: float, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Run tests on a backend, all if ``names`` is empty; yields the result of each."""
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
         environ = dict(os.environ)
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-        environ |= {"OMP_NUM_THREADS": "1", "UNICOLL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-        program = [sys.executable, __file__, "--fork", backend, str(size), str(limit), folder, *names]
+        environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), environ.get("PYTHONPATH")])
+        )
+        environ |= {
+            "OMP_NUM_THREADS": "1",
+            "UNICOLL_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        program = [
+            sys.executable,
+            __file__,
+            "--fork",
+            backend,
+            str(size),
+            str(limit),
+            folder,
+            *names,
+        ]
         with subprocess.Popen(program, env=environ, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -287,7 +314,9 @@ def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     for label, tests in results.items():
         backend, _, size = label.partition("/")
         counts = Counter(test["state"] for test in tests.values())
-        lines.append(f"| {backend} | {size} | {counts[PASSED]} | {counts[FAILED]} | {counts[SKIPPED]} |")
+        lines.append(
+            f"| {backend} | {size} | {counts[PASSED]} | {counts[FAILED]} | {counts[SKIPPED]} |"
+        )
     return "\n".join(lines)
 
 
@@ -310,12 +339,16 @@ def main() -> int:
         backend, size, limit, folder, *names = sys.argv[2:]
         forker(backend, int(size), float(limit), names, folder)
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--backends", default="gloo,unicoll-gloo")
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks")
     parser.add_argument("--limit", type=float, default=60.0, help="time limit of a test in seconds")
     parser.add_argument("-k", default="", help="only tests whose name contains this")
-    parser.add_argument("--sample", type=int, default=0, help="only this many tests, sampled with the seed")
+    parser.add_argument(
+        "--sample", type=int, default=0, help="only this many tests, sampled with the seed"
+    )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--output", help="write results to this file, as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the output of failing tests")
@@ -334,8 +367,14 @@ def main() -> int:
     if options.output:
         import torch
 
-        facts = {"torch": torch.__version__, "python": sys.version.split()[0], "cpus": os.cpu_count()}
-        Path(options.output).write_text(json.dumps({**facts, "results": _short(results)}, indent=1) + "\n")
+        facts = {
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+            "cpus": os.cpu_count(),
+        }
+        Path(options.output).write_text(
+            json.dumps({**facts, "results": _short(results)}, indent=1) + "\n"
+        )
     return 1 if failed else 0
 
 
@@ -344,7 +383,9 @@ def choose(part: str, sample: int, seed: int | None) -> list[str]:
     if not part and not sample:
         return []
     source = "import os; os.environ |= {'BACKEND': 'gloo', 'WORLD_SIZE': '2', 'TEMP_DIR': '/tmp'};"
-    source += "from torch.testing._internal.distributed.distributed_test import DistributedTest as d;"
+    source += (
+        "from torch.testing._internal.distributed.distributed_test import DistributedTest as d;"
+    )
     source += "print(*sorted(n for n in dir(d._DistTestBase) if n.startswith('test_')))"
     names = subprocess.run(
         [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Measures what ``unicoll.torch_plugin.watch()`` costs a call and a training step over torch's own Gloo.
+"""Measures what ``unicoll.torch_plugin.watch()`` costs a call and a training step over torch's own
+Gloo.
 
     scripts/watch_cost.py --ranks 2
 
-Jobs without and with UNICOLL_WATCH=1 run in turns. Each measures a step of DistributedDataParallel with a model of 10
-million parameters. Those that watch also measure an all_reduce of 16 bytes with torch's methods and with the ones that
-record, in turns.
+Jobs without and with UNICOLL_WATCH=1 run in turns. Each measures a step of DistributedDataParallel
+with a model of 10 million parameters. Those that watch also measure an all_reduce of 16 bytes with
+torch's methods and with the ones that record, in turns.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def rank_main(rounds: int, calls: int) -> None:
 
 def main() -> None:
     """The command-line program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=4, help="of each kind")
     parser.add_argument("--rounds", type=int, default=20)
@@ -99,13 +102,18 @@ def main() -> None:
     for _ in range(options.jobs):
         for watched, found in jobs.items():
             env = {**os.environ, "UNICOLL_WATCH": watched, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=900, check=True)
+            done = subprocess.run(
+                launch, env=env, capture_output=True, text=True, timeout=900, check=True
+            )
             found.append(json.loads(done.stdout.splitlines()[-1]))
     plain, recorded = (
         1e6 * statistics.median(seconds for job in jobs["1"] for seconds in job[name])
         for name in ("torch", "recorded")
     )
-    print(f"all_reduce of 16 bytes: {plain:.1f} us, recorded {recorded:.1f} us, {recorded - plain:+.1f} us")
+    print(
+        f"all_reduce of 16 bytes: {plain:.1f} us, recorded {recorded:.1f} us,"
+        f" {recorded - plain:+.1f} us"
+    )
     off, on = (
         1e3 * statistics.median(seconds for job in found for seconds in job["step"])
         for found in jobs.values()

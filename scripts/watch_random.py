@@ -3,8 +3,8 @@
 
     scripts/watch_random.py --programs 1000 --ranks 3 --seed 1
 
-A program makes groups, and collectives and messages in them, blocking or not, with late ranks between; some works are
-never waited for, some groups never destroyed.
+A program makes groups, and collectives and messages in them, blocking or not, with late ranks
+between; some works are never waited for, some groups never destroyed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,22 @@ def collectives(
         "all_gather": lambda a: dist.all_gather(parts, x, group=group, async_op=a),
         "reduce": lambda a: dist.reduce(x, root, group=group, async_op=a),
         "barrier": lambda a: dist.barrier(group=group, async_op=a),
-        "gather": lambda a: dist.gather(x, parts if is_root else None, root, group=group, async_op=a),
-        "scatter": lambda a: dist.scatter(x, parts if is_root else None, root, group=group, async_op=a),
+        "gather": lambda a: dist.gather(
+            x, parts if is_root else None, root, group=group, async_op=a
+        ),
+        "scatter": lambda a: dist.scatter(
+            x, parts if is_root else None, root, group=group, async_op=a
+        ),
         "reduce_scatter": lambda a: dist.reduce_scatter_tensor(x, large, group=group, async_op=a),
-        "all_to_all": lambda a: dist.all_to_all_single(large.clone(), large, group=group, async_op=a),
-        "objects": lambda a: dist.all_gather_object([None] * size, "x" * dist.get_rank(), group=group),
-        "functional": lambda a: functional.all_reduce(x, "sum", group or dist.group.WORLD).sum() and None,
+        "all_to_all": lambda a: dist.all_to_all_single(
+            large.clone(), large, group=group, async_op=a
+        ),
+        "objects": lambda a: dist.all_gather_object(
+            [None] * size, "x" * dist.get_rank(), group=group
+        ),
+        "functional": lambda a: (
+            functional.all_reduce(x, "sum", group or dist.group.WORLD).sum() and None
+        ),
     }
 
 
@@ -90,7 +100,9 @@ def run_program(seed: int, from_any: bool) -> None:
         elif kind < 0.15:
             train()
         elif rank in ranks and kind < 0.3:
-            x = torch.ones(4 if from_any else size)  # from any rank messages may come in another order
+            x = torch.ones(
+                4 if from_any else size
+            )  # from any rank messages may come in another order
             works += message(x, group, sender, receiver, waits, from_any)
         elif rank in ranks:
             calls = collectives(torch.ones(size), group, ranks, root)
@@ -109,7 +121,8 @@ def run_program(seed: int, from_any: bool) -> None:
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """One rank: some thousand groups in one job would exhaust the ports, so each job runs a part of the programs."""
+    """One rank: some thousand groups in one job would exhaust the ports, so each job runs a part of
+    the programs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for seed in range(options.seed, options.seed + options.programs):
@@ -119,7 +132,9 @@ def rank_main(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """The command-line program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--per-job", type=int, default=50)
@@ -143,7 +158,12 @@ def run_job(size: int, arguments: list[str], warning: int) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    env = {**os.environ, "UNICOLL_WATCH": "1", "UNICOLL_STALL_WARNING": str(warning), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "UNICOLL_WATCH": "1",
+        "UNICOLL_STALL_WARNING": str(warning),
+        "OMP_NUM_THREADS": "1",
+    }
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
     ranks = [
         subprocess.Popen(

@@ -1,4 +1,5 @@
-"""unicoll: collective communication over NumPy, CuPy and PyTorch arrays, with torch.distributed's API.
+"""unicoll: collective communication over NumPy, CuPy and PyTorch arrays, with torch.distributed's
+API.
 
     import unicoll as dist
 
@@ -169,7 +170,17 @@ _LAZY = {
     **dict.fromkeys(("set_debug_level", "set_debug_level_from_env"), "process.debug_level"),
     **dict.fromkeys(("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"), "net.stores"),
 }
-_LAZY_MODULES = {"api", "arrays", "backend", "device_mesh", "errors", "group", "metrics", "net", "parallel"}
+_LAZY_MODULES = {
+    "api",
+    "arrays",
+    "backend",
+    "device_mesh",
+    "errors",
+    "group",
+    "metrics",
+    "net",
+    "parallel",
+}
 _OTHERS = (
     "api.collectives",
     "api.init",
@@ -183,7 +194,8 @@ _OTHERS = (
     "calls.status",
     "errors",
 )
-"""The modules that have the other names, which are imported together, so that no call imports anything."""
+"""The modules that have the other names, which are imported together, so that no call imports
+anything."""
 _importing = RLock()
 """Two threads that import modules of one package at the same time could see them half imported."""
 
@@ -211,7 +223,8 @@ def __getattr__(name: str) -> Any:
             modules = [importlib.import_module(f".{each}", __name__) for each in _OTHERS]
             for other in {*__all__} - _LAZY.keys():
                 found = next(vars(module)[other] for module in modules if other in vars(module))
-                globals().setdefault(other, found)  # a program may have replaced it
+                # A program may have replaced it.
+                globals().setdefault(other, found)
     return globals()[name]
 
 

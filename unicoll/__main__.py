@@ -1,6 +1,8 @@
-"""The command ``unicoll``: ``unicoll run``, ``doctor``, ``trace`` and ``bench``; also ``python -m unicoll``.
+"""The command ``unicoll``: ``unicoll run``, ``doctor``, ``trace`` and ``bench``; also ``python -m
+unicoll``.
 
-Unlike ``python -m``, the command does not import modules from the working directory, which may be another user's.
+Unlike ``python -m``, the command does not import modules from the working directory, which may be
+another user's.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and sys.path and sys.path[0] == __file__.rpartition("/")[0]:
-    # Run by its path: Python puts the file's folder first, where "import trace" would find unicoll.trace.
+    # Run by its path: Python puts the file's folder first, where "import trace" would find
+    # unicoll.trace.
     del sys.path[0]
 
 import os
@@ -16,7 +19,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 PROGRAM = os.path.abspath(__file__)
-"""Python runs this file by its path without the working directory in ``sys.path``, unlike ``-m unicoll``."""
+"""Python runs this file by its path without the working directory in ``sys.path``, unlike ``-m
+unicoll``."""
 VERBS = {
     "run": "start a distributed program, as torchrun does (also: unirun)",
     "doctor": "report on this machine, or on the ranks of a job",
@@ -39,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"unicoll {version('unicoll')}")
         return 0
-    lines = ["usage: unicoll VERB [arguments]", "", *(f"  {name:8}{text}" for name, text in VERBS.items())]
+    lines = [
+        "usage: unicoll VERB [arguments]",
+        "",
+        *(f"  {name:8}{text}" for name, text in VERBS.items()),
+    ]
     lines += ["", "unicoll VERB --help lists its arguments; unicoll --version prints the version."]
     asked = verb in ("-h", "--help")
     if verb and not asked:

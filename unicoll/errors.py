@@ -1,24 +1,24 @@
 """The exception tree of unicoll.
 
-The names and bases of the four outer classes are torch.distributed's; the other classes distinguish the causes.
-Group, rank, operation and sequence number are attributes of every error (None if unknown).
+The names and bases of the four outer classes are torch.distributed's; the other classes distinguish
+the causes. Group, rank, operation and sequence number are attributes of every error (None if
+unknown).
 
-    DistError (RuntimeError)
-    ├── DistArgumentError (ValueError)       an argument was refused before data moved; the group stays usable
-    │   └── DistTypeError (TypeError)        ... because of its type or dtype
-    ├── NotInitializedError (ValueError)     there is no (default) process group
-    ├── PickleRefusedError                   an object needed pickle, and pickle is not allowed in this job
-    ├── DistBackendError                     a backend could not execute the operation
-    │   ├── BackendUnavailableError          the backend cannot be used on this machine; has the reason
-    │   ├── CollectiveMismatchError          ranks called different collectives, shapes, dtypes, ops or roots
-    │   ├── MessageMismatchError             a point-to-point message does not fit the buffer that received it
-    │   ├── OperationTimeoutError (TimeoutError)   a deadline passed; has the ranks that arrived and those that did not
-    │   ├── DeadlockError                    ranks wait for each other in a cycle; has their operations and lines
-    │   └── GroupAbortedError                the group was aborted or destroyed while, or before, it was used
-    ├── DistNetworkError                     connecting, sending or receiving failed
-    │   ├── RankLostError                    a peer process died or left; has rank, host and pid
-    │   └── AuthenticationError              the other side does not have the job's secret
-    └── DistStoreError                       a store operation failed
+    DistError (RuntimeError) ├── DistArgumentError (ValueError)       an argument was refused before
+    data moved; the group stays usable │   └── DistTypeError (TypeError)        ... because of its
+    type or dtype ├── NotInitializedError (ValueError)     there is no (default) process group ├──
+    PickleRefusedError                   an object needed pickle, and pickle is not allowed in this
+    job ├── DistBackendError                     a backend could not execute the operation │   ├──
+    BackendUnavailableError          the backend cannot be used on this machine; has the reason │
+    ├── CollectiveMismatchError          ranks called different collectives, shapes, dtypes, ops or
+    roots │   ├── MessageMismatchError             a point-to-point message does not fit the buffer
+    that received it │   ├── OperationTimeoutError (TimeoutError)   a deadline passed; has the ranks
+    that arrived and those that did not │   ├── DeadlockError                    ranks wait for each
+    other in a cycle; has their operations and lines │   └── GroupAbortedError                the
+    group was aborted or destroyed while, or before, it was used ├── DistNetworkError
+    connecting, sending or receiving failed │   ├── RankLostError                    a peer process
+    died or left; has rank, host and pid │   └── AuthenticationError              the other side
+    does not have the job's secret └── DistStoreError                       a store operation failed
         ├── StoreTimeoutError (TimeoutError) keys did not appear in time
         └── QueueEmptyError                  (torch.distributed's name; kept for compatibility)
 """
@@ -76,15 +76,16 @@ class DistError(RuntimeError):
         self.seq = seq
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without it tblib, with which Dask sends exceptions, makes the object without __init__: Python refuses that for
-        # classes that are a TimeoutError, too.
+        # Without it tblib, with which Dask sends exceptions, makes the object without __init__:
+        # Python refuses that for classes that are a TimeoutError, too.
         return type(self), self.args, self.__dict__
 
 
 class DistArgumentError(DistError, ValueError):
     """An argument was refused before data moved; the group stays usable.
 
-    The argument is this rank's, or the list of the root of a gather or scatter; then ``rank`` is the root.
+    The argument is this rank's, or the list of the root of a gather or scatter; then ``rank`` is
+    the root.
     """
 
 
@@ -109,9 +110,11 @@ class BackendUnavailableError(DistBackendError):
 
 
 class CollectiveMismatchError(DistBackendError):
-    """The ranks of a group called different collectives, or one with different shapes, dtypes, ops or roots.
+    """The ranks of a group called different collectives, or one with different shapes, dtypes, ops
+    or roots.
 
-    ``rank`` is the one whose call differs from that of all other ranks, two or more; None if that is not known.
+    ``rank`` is the one whose call differs from that of all other ranks, two or more; None if that
+    is not known.
     """
 
 
@@ -120,7 +123,8 @@ class MessageMismatchError(DistBackendError):
 
 
 class OperationTimeoutError(DistBackendError, TimeoutError):
-    """An operation's deadline passed; the message has the ranks that arrived and those that did not.
+    """An operation's deadline passed; the message has the ranks that arrived and those that did
+    not.
 
     Attributes:
         missing: global ranks that had not called a collective; empty if unknown.
@@ -130,9 +134,11 @@ class OperationTimeoutError(DistBackendError, TimeoutError):
 
 
 class DeadlockError(DistBackendError):
-    """Ranks wait for each other in a cycle through one or several groups; the message has each one's call and line.
+    """Ranks wait for each other in a cycle through one or several groups; the message has each
+    one's call and line.
 
-    ``op`` and ``seq`` are of the call in which this rank waits; ``op`` is None if it does not wait in this group.
+    ``op`` and ``seq`` are of the call in which this rank waits; ``op`` is None if it does not wait
+    in this group.
 
     Attributes:
         ranks: global ranks of the cycle; each waits for the next one, and the last for the first.
@@ -157,7 +163,8 @@ class RankLostError(DistNetworkError):
 
 
 class AuthenticationError(DistNetworkError):
-    """The other side lacks the job's secret or uses another protocol, or received bytes were not sent by it."""
+    """The other side lacks the job's secret or uses another protocol, or received bytes were not
+    sent by it."""
 
 
 class DistStoreError(DistError):

@@ -1,11 +1,12 @@
-"""Makes unicoll's backends known to torch.distributed by ``import torch``, without an import of the plug-in.
+"""Makes unicoll's backends known to torch.distributed by ``import torch``, without an import of the
+plug-in.
 
-An installed unicoll names :func:`autoload` as an entry point of the group ``torch.backends``, whose functions torch
-calls at the end of its own import; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off. With ``UNICOLL_WATCH=1`` the
-groups of torch's own backends are watched, too. This module imports nothing that
-torch has not imported, so ``import torch`` takes no longer. Since torch 2.14 torch also imports
-:mod:`unicoll.torch_plugin` by itself, by the entry points of the group ``torch.distributed.backends``, if a backend has
-one of its names.
+An installed unicoll names :func:`autoload` as an entry point of the group ``torch.backends``, whose
+functions torch calls at the end of its own import; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that
+off. With ``UNICOLL_WATCH=1`` the groups of torch's own backends are watched, too. This module
+imports nothing that torch has not imported, so ``import torch`` takes no longer. Since torch 2.14
+torch also imports :mod:`unicoll.torch_plugin` by itself, by the entry points of the group
+``torch.distributed.backends``, if a backend has one of its names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 
 
 def autoload() -> None:
-    """Register the backends; ``init_process_group`` with the name of one imports :mod:`unicoll.torch_plugin`.
+    """Register the backends; ``init_process_group`` with the name of one imports
+    :mod:`unicoll.torch_plugin`.
 
     Never raises: torch could not be imported then.
     """
@@ -49,13 +51,18 @@ def _register(c10d: Any) -> None:
 
 
 def _find_in_env(rendezvous: Any) -> None:
-    """Import the plug-in before ``env://`` for one of its backends, which need fewer variables than torch's do."""
+    """Import the plug-in before ``env://`` for one of its backends, which need fewer variables than
+    torch's do."""
     torchs_handler = rendezvous._rendezvous_handlers["env"]
 
     def handler(*args: Any, **options: Any) -> Any:
-        if "unicoll.torch_plugin" in sys.modules or "unicoll" not in (backend_of_init() or "").lower():
+        if (
+            "unicoll.torch_plugin" in sys.modules
+            or "unicoll" not in (backend_of_init() or "").lower()
+        ):
             return torchs_handler(*args, **options)
-        import unicoll.torch_plugin  # noqa: F401  # its handler is before this one
+        # Its handler is before this one.
+        import unicoll.torch_plugin  # noqa: F401
 
         return rendezvous._rendezvous_handlers["env"](*args, **options)
 
@@ -63,7 +70,8 @@ def _find_in_env(rendezvous: Any) -> None:
 
 
 def _watch_with_first_group(c10d: Any) -> None:
-    """Call :func:`unicoll.torch_watch.watch` when torch makes a group, so that other processes start nothing."""
+    """Call :func:`unicoll.torch_watch.watch` when torch makes a group, so that other processes
+    start nothing."""
     torchs_helper = c10d._new_process_group_helper
 
     def helper(*args: Any, **options: Any) -> Any:
@@ -75,15 +83,18 @@ def _watch_with_first_group(c10d: Any) -> None:
                 from unicoll.torch_watch import watch
 
                 watch()
-        except Exception as error:  # the program must not depend on it
+        except Exception as error:
+            # The program must not depend on it.
             logs.logger("watch").warning("UNICOLL_WATCH: torch's groups are not watched: %s", error)
-        return c10d._new_process_group_helper(*args, **options)  # watch() may have replaced it
+        # watch() may have replaced it.
+        return c10d._new_process_group_helper(*args, **options)
 
     c10d._new_process_group_helper = helper
 
 
 def backend_of_init() -> str | None:
-    """The backend string of the current ``init_process_group`` call, which torch does not pass to the rendezvous."""
+    """The backend string of the current ``init_process_group`` call, which torch does not pass to
+    the rendezvous."""
     backend = argument_of_init("backend")
     return None if backend is None else str(backend)
 
@@ -95,7 +106,8 @@ def argument_of_init(name: str) -> Any:
 
 
 def caller(function: str) -> FrameType | None:
-    """The frame of a function of torch's ``distributed_c10d`` that the calling one runs in, or None."""
+    """The frame of a function of torch's ``distributed_c10d`` that the calling one runs in, or
+    None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__")
@@ -107,7 +119,8 @@ def caller(function: str) -> FrameType | None:
 
 def _factory(plugins: dict[str, Any], name: str) -> Callable[[Any, Any], Any]:
     def make(opts: Any, pg_options: Any) -> Any:
-        import unicoll.torch_plugin  # noqa: F401  # it registers another function in place of this one
+        # It registers another function in place of this one.
+        import unicoll.torch_plugin  # noqa: F401
 
         return plugins[name].creator_fn(opts, pg_options)
 

@@ -1,4 +1,5 @@
-"""The XCCL backend: XPU arrays over oneCCL, or arrays in host memory over oneCCL's plug-in for the CPU."""
+"""The XCCL backend: XPU arrays over oneCCL, or arrays in host memory over oneCCL's plug-in for the
+CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class XCCLBackend(DeviceBackend):
     def load_runtime(cls) -> DeviceRuntime:
         return runtimes.runtime("xpu")
 
-    def __init__(self, context: Context, parent: DeviceBackend | None = None, connect: bool = True) -> None:
+    def __init__(
+        self, context: Context, parent: DeviceBackend | None = None, connect: bool = True
+    ) -> None:
         self._issuing = HostStream(f"unicoll-xccl-{context.name}")
         super().__init__(context, parent, connect)
 
@@ -66,7 +69,8 @@ class XCCLBackend(DeviceBackend):
         return super().run(call)
 
     def _issue(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> None:
-        """On a thread of the group: a call of oneCCL may wait for a rank that is gone, and nothing ends it."""
+        """On a thread of the group: a call of oneCCL may wait for a rank that is gone, and nothing
+        ends it."""
         issue = super()._issue
         errors: list[BaseException] = []
         issued = Flag()
@@ -75,7 +79,8 @@ class XCCLBackend(DeviceBackend):
             try:
                 self.runtime.set_device(resources.device)
                 issue(calls, resources, stream)
-            except BaseException as e:  # raised on the waiting thread
+            except BaseException as e:
+                # Raised on the waiting thread.
                 errors.append(e)
             finally:
                 issued.set()
@@ -83,7 +88,8 @@ class XCCLBackend(DeviceBackend):
 
         self._issuing.put(run)
         while not issued.wait(_CHECK_S):
-            self._state.check()  # the watchdog sets the error at the deadline
+            # The watchdog sets the error at the deadline.
+            self._state.check()
         if errors:
             raise errors[0]
 
@@ -93,14 +99,20 @@ class XCCLBackend(DeviceBackend):
 
 
 class HostXCCLBackend(DeviceBackend):
-    """The XCCL backend of one group on host memory: a call is on the group's stream, for which the host waits.
+    """The XCCL backend of one group on host memory: a call is on the group's stream, for which the
+    host waits.
 
     oneCCL's plug-in for the CPU has no averages: they are sums, which the stream divides.
     """
 
     name = "xccl"
     caps = Caps(
-        frozenset(("cpu",)), NATIVE_OPERATIONS, _reduces, tags=False, joins_batches=True, fallbacks=False
+        frozenset(("cpu",)),
+        NATIVE_OPERATIONS,
+        _reduces,
+        tags=False,
+        joins_batches=True,
+        fallbacks=False,
     )
 
     @classmethod
@@ -136,7 +148,8 @@ class HostXCCLBackend(DeviceBackend):
                     functions.append(partial(_divide, kernel, flat_of(buffer), self.context.size))
                 if buffer.unpack is not None:
                     functions.append(buffer.unpack)
-                    buffer.unpack = None  # the stream does it
+                    # The stream does it.
+                    buffer.unpack = None
         cast(HostRuntime, self.runtime).stream(stream).put(partial(_finish, functions, calls))
 
 
@@ -145,8 +158,10 @@ def _divide(kernel: Kernel, sum_: Flat, ranks: int) -> None:
 
 
 def _finish(functions: Sequence[Callable[[], None]], calls: tuple[Call, ...]) -> bool:
-    """Do what is left after calls. It keeps their arrays until then, since oneCCL cannot be stopped writing to them."""
-    with np.errstate(all="ignore"):  # overflow and NaN are results
+    """Do what is left after calls. It keeps their arrays until then, since oneCCL cannot be stopped
+    writing to them."""
+    # Overflow and NaN are results.
+    with np.errstate(all="ignore"):
         for function in functions:
             function()
     return True

@@ -1,8 +1,8 @@
 """Host memory as a device: a stream is a thread that runs functions in order.
 
-oneCCL's CPU plug-in has no streams. Its calls return when they are done, and nothing interrupts one that waits for a
-rank that is gone. On the thread of a stream they neither block the caller nor outlive its deadline: the thread is
-abandoned then.
+oneCCL's CPU plug-in has no streams. Its calls return when they are done, and nothing interrupts one
+that waits for a rank that is gone. On the thread of a stream they neither block the caller nor
+outlive its deadline: the thread is abandoned then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from unicoll.devices.device_runtime import PER_THREAD_STREAM, DeviceFacts, Devic
 from unicoll.process.interrupts import Changes, LazyThread
 
 HOST_STREAM = 0
-"""Handle of the order in which a thread of the program uses the arrays: what it has begun is done."""
+"""Handle of the order in which a thread of the program uses the arrays: what it has begun is
+done."""
 _JOIN_S = 1.0
 
 
@@ -29,7 +30,8 @@ class HostStream:
     """A thread that runs functions in order.
 
     Attributes:
-        failed: True if a function has failed: later ones are dropped, so that their events never complete.
+        failed: True if a function has failed: later ones are dropped, so that their events never
+            complete.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,7 +56,8 @@ class HostStream:
         while (function := self._functions.get()) is not None:
             if not self.failed and not function():
                 self.failed = True
-            del function  # it may refer to arrays
+            # It may refer to arrays.
+            del function
             if not self.failed:
                 with self._lock:
                     self._pending -= 1
@@ -66,7 +69,8 @@ class HostStream:
 
 
 class _Event:
-    """An event, which may be recorded again; the number of its recordings tells which one has completed."""
+    """An event, which may be recorded again; the number of its recordings tells which one has
+    completed."""
 
     def __init__(self) -> None:
         self.recorded = self.completed = 0

@@ -1,12 +1,13 @@
-"""Reduce-scatter and all-gather in ceil(log2 n) rounds for any number of ranks, with no more bytes than a ring.
+"""Reduce-scatter and all-gather in ceil(log2 n) rounds for any number of ranks, with no more bytes
+than a ring.
 
-In each round a rank sends about half of its remaining blocks to the rank ``s`` ahead of it, where ``s`` is n/2, n/4,
-... rounded up; the rounds in reverse order are an all-gather. See Jesper Larsson Träff, "Optimal, Non-pipelined
-Reduce-scatter and Allreduce Algorithms" (2024), and for the all-gather Bruck et al. (1997). A ring takes n-1 rounds,
-which is faster only for large blocks.
+In each round a rank sends about half of its remaining blocks to the rank ``s`` ahead of it, where
+``s`` is n/2, n/4, ... rounded up; the rounds in reverse order are an all-gather. See Jesper Larsson
+Träff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms" (2024), and for the
+all-gather Bruck et al. (1997). A ring takes n-1 rounds, which is faster only for large blocks.
 
-Block i is the result of rank i in a reduction, or its contribution to an all-gather. Blocks are stored in a working
-array in the order rank, rank+1, ...
+Block i is the result of rank i in a reduction, or its contribution to an all-gather. Blocks are
+stored in a working array in the order rank, rank+1, ...
 """
 
 from __future__ import annotations
@@ -54,10 +55,15 @@ def reduce_blocks(
     work = np.empty(starts[-1], kernel.acc)
     for block, start in zip(rotated, starts, strict=False):
         kernel.begin(work[start : start + block.size], block)
-    received = np.empty(max(starts[before - s] for s, before in _rounds(connections.size)), kernel.acc)
+    received = np.empty(
+        max(starts[before - s] for s, before in _rounds(connections.size)), kernel.acc
+    )
     for s, before in _rounds(connections.size):
         outgoing, incoming = work[starts[s] : starts[before]], received[: starts[before - s]]
-        to, frm = (connections.rank + s) % connections.size, (connections.rank - s) % connections.size
+        to, frm = (
+            (connections.rank + s) % connections.size,
+            (connections.rank - s) % connections.size,
+        )
         connections.duplex(to, bytes_of(outgoing), frm, bytes_of(incoming))
         kept = work[: incoming.size]
         kernel.ufunc(kept, incoming, out=kept)
@@ -71,7 +77,10 @@ def gather_blocks(connections: Connections, blocks: Sequence[Flat]) -> None:
     work[: starts[1]] = rotated[0]
     for s, after in reversed(_rounds(connections.size)):
         outgoing, incoming = work[: starts[after - s]], work[starts[s] : starts[after]]
-        to, frm = (connections.rank - s) % connections.size, (connections.rank + s) % connections.size
+        to, frm = (
+            (connections.rank - s) % connections.size,
+            (connections.rank + s) % connections.size,
+        )
         connections.duplex(to, bytes_of(outgoing), frm, bytes_of(incoming))
     for block, start in zip(rotated[1:], starts[1:], strict=False):
         block[:] = work[start : start + block.size]

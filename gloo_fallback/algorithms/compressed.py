@@ -1,15 +1,16 @@
 """All-reduce of compressed data over connections.
 
-A direct reduce-scatter, then a direct all-gather: each rank sends every other rank its contribution to that rank's
-block, and the result of its own block to all. So each value is rounded once in each contribution that is sent, and
-once in the result, for any number of ranks; a ring would round at every hop. Sums are computed in the element type in
-one order, by the block's owner, which takes its own contribution unrounded, and its own result as the others get it.
-So all ranks have the same bits.
+A direct reduce-scatter, then a direct all-gather: each rank sends every other rank its contribution
+to that rank's block, and the result of its own block to all. So each value is rounded once in each
+contribution that is sent, and once in the result, for any number of ranks; a ring would round at
+every hop. Sums are computed in the element type in one order, by the block's owner, which takes its
+own contribution unrounded, and its own result as the others get it. So all ranks have the same
+bits.
 
-The blocks are sent in chunks. Message k to a rank is chunk k of the contribution to its block and chunk k-2 of the
-result of this rank's block. While message k is on its way, message k-1 of the others is decompressed and reduced, and
-message k+1 is compressed. It is sent, as far as the sockets take it, before message k of the others is waited for, so
-that the link is never idle.
+The blocks are sent in chunks. Message k to a rank is chunk k of the contribution to its block and
+chunk k-2 of the result of this rank's block. While message k is on its way, message k-1 of the
+others is decompressed and reduced, and message k+1 is compressed. It is sent, as far as the sockets
+take it, before message k of the others is waited for, so that the link is never idle.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ LAG = 3
 """Number of steps between sending a chunk and having its result."""
 
 _MIN_CHUNK = 1 << 15
-"""Elements of a chunk, unless the whole block is smaller: shorter messages cost more time than they save."""
+"""Elements of a chunk, unless the whole block is smaller: shorter messages cost more time than they
+save."""
 _MAX_CHUNK = 1 << 17
 _MAX_ALL_CHUNKS = 1 << 19
 """Maximum elements of the chunks to all ranks together."""
@@ -47,7 +49,8 @@ def _round_up(count: int) -> int:
 
 
 def _bounds(count: int, ranks: int) -> list[int]:
-    """The bounds of the ranks' blocks, at multiples of the codecs' blocks: ``ranks + 1`` offsets."""
+    """The bounds of the ranks' blocks, at multiples of the codecs' blocks: ``ranks + 1``
+    offsets."""
     units = -(-count // BLOCK)
     return [min(units * r // ranks * BLOCK, count) for r in range(ranks + 1)]
 
@@ -59,7 +62,9 @@ def _limit(ranks: int) -> int:
 
 def _chunk(longest: int, ranks: int) -> int:
     """Elements of a chunk where the longest block has ``longest``."""
-    return min(_round_up(longest), _limit(ranks), max(_MIN_CHUNK, _round_up(-(-longest // _CHUNKS))))
+    return min(
+        _round_up(longest), _limit(ranks), max(_MIN_CHUNK, _round_up(-(-longest // _CHUNKS)))
+    )
 
 
 def working_memory(ranks: int) -> int:
@@ -75,7 +80,8 @@ def streaming_memory(ranks: int, nbytes: int) -> int:
 
 
 def _messages(ranks: int, chunk: int) -> int:
-    """Bytes of three messages to each other rank, of two chunks, of at most two bytes an element."""
+    """Bytes of three messages to each other rank, of two chunks, of at most two bytes an
+    element."""
     return 3 * (ranks - 1) * 2 * 2 * chunk
 
 
@@ -126,14 +132,17 @@ class _CompressedAllReduce(ABC):
 
     @abstractmethod
     def _contribution(self, rank: int, k: int) -> Flat:
-        """This rank's contribution to that chunk; read in step ``k``, for this rank's block also in step ``k + 1``."""
+        """This rank's contribution to that chunk; read in step ``k``, for this rank's block also in
+        step ``k + 1``."""
 
     @abstractmethod
     def _result(self, rank: int, k: int) -> Flat:
-        """Where the result of that chunk is written: in step ``k + 3``, for this rank's block in step ``k + 1``."""
+        """Where the result of that chunk is written: in step ``k + 3``, for this rank's block in
+        step ``k + 1``."""
 
     def _step(self, k: int) -> None:
-        """Send messages ``k``, receive messages ``k - 1``. Afterwards the results of the chunks ``k - 3`` are there."""
+        """Send messages ``k``, receive messages ``k - 1``. Afterwards the results of the chunks ``k
+        - 3`` are there."""
         ranks, rank, connections = self._ranks, self._rank, self._connections
         for to in self._peers:
             self._compress(self._contribution(to, k), self._outgoing[k % 2][to])
@@ -145,7 +154,9 @@ class _CompressedAllReduce(ABC):
             for distance in range(1, ranks):
                 to, frm = (rank + distance) % ranks, (rank - distance) % ranks
                 length = self._nbytes(rank, k - 1) + self._nbytes(frm, k - 3)
-                connections.finish(to, self._unsent[to], frm, memoryview(self._incoming[frm])[:length])
+                connections.finish(
+                    to, self._unsent[to], frm, memoryview(self._incoming[frm])[:length]
+                )
         self._unsent = messages
         for parts in messages.values():
             connections.send_some(parts)
@@ -177,7 +188,8 @@ class _CompressedAllReduce(ABC):
             self._codec.encode(values[piece], data[compressed])
 
     def _decompress(self, k: int) -> None:
-        """Decompress messages ``k``: contributions to a chunk of this rank's block, and the other ranks' results."""
+        """Decompress messages ``k``: contributions to a chunk of this rank's block, and the other
+        ranks' results."""
         at = self._nbytes(self._rank, k)
         if at:
             self._reduce(k)
@@ -192,7 +204,9 @@ class _CompressedAllReduce(ABC):
         codec, kernel = self._codec, self._kernel
         own, out = self._contribution(self._rank, k), self._result(self._rank, k)
         first, *others = (self._incoming[frm] for frm in self._peers)
-        result, *copies = (self._outgoing[k % 2][to][self._nbytes(to, k + 2) :] for to in self._peers)
+        result, *copies = (
+            self._outgoing[k % 2][to][self._nbytes(to, k + 2) :] for to in self._peers
+        )
         for piece, compressed in self._pieces(own.size):
             part = own[piece]
             total, loaded = self._sum[: part.size], self._loaded[: part.size]
@@ -213,7 +227,12 @@ class _ArrayAllReduce(_CompressedAllReduce):
     """The all-reduce of one array."""
 
     def __init__(
-        self, connections: Connections, kernel: ReductionKernel, codec: Codec, source: Flat, out: Flat
+        self,
+        connections: Connections,
+        kernel: ReductionKernel,
+        codec: Codec,
+        source: Flat,
+        out: Flat,
     ) -> None:
         self._source = source
         self._out = out
@@ -240,7 +259,8 @@ class _ArrayAllReduce(_CompressedAllReduce):
 
 
 class ChunkedAllReduce(_CompressedAllReduce):
-    """The all-reduce of an array that is passed in, and returned, chunk by chunk; each rank owns a part of every chunk.
+    """The all-reduce of an array that is passed in, and returned, chunk by chunk; each rank owns a
+    part of every chunk.
 
     Args:
         sizes: elements of the chunks; the first is not exceeded by the others.
@@ -283,8 +303,14 @@ class ChunkedAllReduce(_CompressedAllReduce):
 
     def _contribution(self, rank: int, k: int) -> Flat:
         mine: Flat = self._own[k % 2]
-        return mine[: self._count(rank, k)] if rank == self._rank else self._chunk[self._range(rank, k)]
+        return (
+            mine[: self._count(rank, k)]
+            if rank == self._rank
+            else self._chunk[self._range(rank, k)]
+        )
 
     def _result(self, rank: int, k: int) -> Flat:
         mine: Flat = self._own_results[k % 3]
-        return mine[: self._count(rank, k)] if rank == self._rank else self._into[self._range(rank, k)]
+        return (
+            mine[: self._count(rank, k)] if rank == self._rank else self._into[self._range(rank, k)]
+        )

@@ -1,14 +1,15 @@
 """The collectives of ranks on several hosts: shared memory within a host, sockets between hosts.
 
-Each host is a *node* with slots in shared memory; one rank of it, the *leader*, communicates with the other nodes. It
-is the first rank of the node; for the data of a large rooted collective it is the root, which saves a step. Arrays are
-split into chunks that fit the slots.
-While leaders exchange one chunk, the other ranks (*followers*) prepare the next and read the previous one: in the
+Each host is a *node* with slots in shared memory; one rank of it, the *leader*, communicates with
+the other nodes. It is the first rank of the node; for the data of a large rooted collective it is
+the root, which saves a step. Arrays are split into chunks that fit the slots. While leaders
+exchange one chunk, the other ranks (*followers*) prepare the next and read the previous one: in the
 reductions three chunks are in flight at a time.
 
-No rank returns before all ranks agree on the call: the ranks of a node compare signatures in the first step, the first
-ranks of the nodes in an exchange, and the step after it signals the result to the other ranks. All collectives begin
-like this, so that ranks whose calls differ do not wait for each other in different places.
+No rank returns before all ranks agree on the call: the ranks of a node compare signatures in the
+first step, the first ranks of the nodes in an exchange, and the step after it signals the result to
+the other ranks. All collectives begin like this, so that ranks whose calls differ do not wait for
+each other in different places.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def barrier(hierarchy: HierarchyContext, call: Call) -> None:
     hierarchy.slots.sync_step()
 
 
-# --- broadcast ----------------------------------------------------------------------------------------------
+# --- broadcast ------------------------------------------------------------------------------------
 
 
 def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
@@ -79,7 +80,9 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
         chunk = flat[start : start + chunk_size]
         if internode is not None:
             node = hierarchy.node_of(root)
-            chain_broadcast(internode, bytes_of(chunk), (internode.rank - node) % internode.size, node)
+            chain_broadcast(
+                internode, bytes_of(chunk), (internode.rank - node) % internode.size, node
+            )
             if arrays is None:
                 slots.next_slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
         slots.sync_step()
@@ -88,24 +91,27 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
         elif internode is None:
             chunk[:] = slots.last_slot(leader, 0, chunk.size, chunk.dtype)
     if arrays is not None:
-        slots.sync_step()  # until then the followers read the leader's array
+        # Until then the followers read the leader's array.
+        slots.sync_step()
 
 
 def _symmetric_arrays(hierarchy: HierarchyContext, call: Call, flat: Flat) -> list[Flat] | None:
-    """The arrays of all ranks of the node in place; None if they are not all in symmetric memory."""
+    """The arrays of all ranks of the node in place; None if they are not all in symmetric
+    memory."""
     slots = hierarchy.slots
     if slots.symmetric is None:
         return None
     return peer_memory.arrays_of_all(slots, call, [flat], [flat.size] * slots.size, flat.dtype)
 
 
-# --- reductions ---------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def _over_sockets(
     hierarchy: HierarchyContext, call: Call, reduction: Callable[[Connections, Call], None]
 ) -> None:
-    """An exact reduction, which needs the data of all ranks, not sums of hosts: over sockets, also within hosts."""
+    """An exact reduction, which needs the data of all ranks, not sums of hosts: over sockets, also
+    within hosts."""
     hierarchy.agree(call)
     hierarchy.slots.sync_step()
     reduction(hierarchy.connections, call)
@@ -143,10 +149,17 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
     arrays = _symmetric_arrays(hierarchy, call, source)
     if codec is None:
         reduce_in_chunks(
-            hierarchy, call, kernel, ChunkedArray(source, chunk_size), reduce_across, collect, arrays
+            hierarchy,
+            call,
+            kernel,
+            ChunkedArray(source, chunk_size),
+            reduce_across,
+            collect,
+            arrays,
         )
         return
-    chunks = ChunkedArray(source, chunk_size - chunk_size % BLOCK)  # they begin where the codec's blocks do
+    # They begin where the codec's blocks do.
+    chunks = ChunkedArray(source, chunk_size - chunk_size % BLOCK)
     internode = hierarchy.internode()
     if internode is not None:
         sizes = [chunks.size(start) for start in chunks.starts]
@@ -157,7 +170,9 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
     def stream_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
         stream.step(sums, result)
 
-    reduce_in_chunks(hierarchy, call, kernel, chunks, stream_across, collect, arrays, compressed.LAG)
+    reduce_in_chunks(
+        hierarchy, call, kernel, chunks, stream_across, collect, arrays, compressed.LAG
+    )
 
 
 def reduce(hierarchy: HierarchyContext, call: Call) -> None:
@@ -172,7 +187,9 @@ def reduce(hierarchy: HierarchyContext, call: Call) -> None:
         slots = hierarchy.slots
         sums = _exchange_sums(hierarchy, call, kernel, source)
         if sums is not None and root in hierarchy.members:
-            result = slots.next_slot(slots.rank, 0, source.size, source.dtype) if out is None else out
+            result = (
+                slots.next_slot(slots.rank, 0, source.size, source.dtype) if out is None else out
+            )
             NodeSums(kernel, hierarchy.size).combine(sums, result)
         slots.sync_step()
         if sums is None and out is not None:
@@ -208,7 +225,9 @@ def reduce_scatter(hierarchy: HierarchyContext, call: Call) -> None:
         bounds = packed.node_bounds(start)
         node_blocks = [sums[a:b] for a, b in pairwise(bounds)]
         mine = result[: node_blocks[hierarchy.node_index].size]
-        over_sockets.reduce_scatter_blocks(internode, NodeSums(kernel, hierarchy.size), node_blocks, mine)
+        over_sockets.reduce_scatter_blocks(
+            internode, NodeSums(kernel, hierarchy.size), node_blocks, mine
+        )
 
     def collect(start: int, result: Flat) -> None:
         low, high = packed.own_bounds(start)
@@ -236,11 +255,12 @@ def _exchange_sums(
     return internode.exchange(plan)
 
 
-# --- data movement ------------------------------------------------------------------------------------------
+# --- data movement --------------------------------------------------------------------------------
 
 
 def all_gather(hierarchy: HierarchyContext, call: Call) -> None:
-    """Every rank's data to all; sizes may differ. Leaders exchange their nodes' chunks in a ring."""
+    """Every rank's data to all; sizes may differ. Leaders exchange their nodes' chunks in a
+    ring."""
     source, slots, internode = flat_of(call.inputs[0]), hierarchy.slots, hierarchy.internode()
     targets = blocks_of(call.outputs, call.op.joined, hierarchy.size)
     dtype = source.dtype
@@ -249,7 +269,8 @@ def all_gather(hierarchy: HierarchyContext, call: Call) -> None:
     result_offset = -(-chunk_size * dtype.itemsize // 64) * 64
     starts = packed.starts or range(1)
     arrays = None
-    if call.op.joined and source.nbytes * hierarchy.size > SMALL:  # sizes in a list may differ
+    # Sizes in a list may differ.
+    if call.op.joined and source.nbytes * hierarchy.size > SMALL:
         arrays = _symmetric_arrays(hierarchy, call, source)
     for s in range(len(starts) + 1):
         if s < len(starts) and arrays is None:
@@ -259,7 +280,9 @@ def all_gather(hierarchy: HierarchyContext, call: Call) -> None:
         if internode is not None and s < len(starts):
             if s == 0:
                 internode.agree()
-            _all_gather_across(hierarchy, internode, packed, starts[s], result_offset, dtype, arrays)
+            _all_gather_across(
+                hierarchy, internode, packed, starts[s], result_offset, dtype, arrays
+            )
         if s > 0:
             start = starts[s - 1]
             whole = slots.last_slot(hierarchy.leader(), result_offset, packed.size(start), dtype)
@@ -316,14 +339,16 @@ def gather(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None
         if start is not None and internode is not None and same:
             parts = [min(max(n - start, 0), chunk_size) for n in sizes]
             local = [
-                slots.last_slot(r, 0, parts[rank], source.dtype) for r, rank in enumerate(hierarchy.members)
+                slots.last_slot(r, 0, parts[rank], source.dtype)
+                for r, rank in enumerate(hierarchy.members)
             ]
             _move_chunk(hierarchy, internode, targets, start, parts, local, root_node, gathers=True)
     return True
 
 
 def _agree_with_root(hierarchy: HierarchyContext, call: Call) -> bool:
-    """The agreement of a gather or scatter on a node whose root is not its first rank; True if all sizes are equal."""
+    """The agreement of a gather or scatter on a node whose root is not its first rank; True if all
+    sizes are equal."""
     hierarchy.sync_step_checked(call, shape_hash(call))
     hierarchy.slots.sync_step()
     return hierarchy.sizes_agree()
@@ -340,7 +365,8 @@ def _move_chunk(
     *,
     gathers: bool,
 ) -> None:
-    """Move a chunk of ``parts[rank]`` elements of every rank between the root's ``arrays`` and the slots of its node.
+    """Move a chunk of ``parts[rank]`` elements of every rank between the root's ``arrays`` and the
+    slots of its node.
 
     Args:
         local: where the chunks of this node's ranks are.
@@ -369,13 +395,18 @@ def _move_chunk(
 
 
 def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None = None) -> bool:
-    """The root's i-th array to rank i: each leader receives into its slot, which the followers read.
+    """The root's i-th array to rank i: each leader receives into its slot, which the followers
+    read.
 
     Returns False, without effect, if sizes differ and ``counts`` is None.
     """
     out, slots, root = flat_of(call.outputs[0]), hierarchy.slots, call.root
     sources = [flat_of(b) for b in call.inputs]
-    internode, root_node, leader = hierarchy.internode(root), hierarchy.node_of(root), hierarchy.leader(root)
+    internode, root_node, leader = (
+        hierarchy.internode(root),
+        hierarchy.node_of(root),
+        hierarchy.leader(root),
+    )
     stride = SLOT // max(len(members) for members in hierarchy.nodes) // out.itemsize * out.itemsize
     chunk_size = stride // out.itemsize
     sizes = counts or (out.size,) * hierarchy.size
@@ -392,7 +423,9 @@ def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | Non
                 slots.next_slot(slots.rank, r * stride, parts[rank], out.dtype)
                 for r, rank in enumerate(hierarchy.members)
             ]
-            _move_chunk(hierarchy, internode, sources, start, parts, local, root_node, gathers=False)
+            _move_chunk(
+                hierarchy, internode, sources, start, parts, local, root_node, gathers=False
+            )
         slots.sync_step()
         if not checked and start == 0 and not hierarchy.sizes_agree():
             return False
@@ -402,7 +435,8 @@ def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | Non
 
 
 def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
-    """Block j of rank i becomes block i of rank j: through the slots within a node, otherwise by messages."""
+    """Block j of rank i becomes block i of rank j: through the slots within a node, otherwise by
+    messages."""
     connections, size, rank = hierarchy.connections, hierarchy.size, hierarchy.connections.rank
     sources, targets = exchanged_blocks(call)
     # detects a rank in another call, which would not take part in the exchange of counts below
@@ -411,9 +445,9 @@ def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
     local = hierarchy.members
     targets[rank][:] = sources[rank]
     longest = int(table[np.ix_(local, local)].max())
-    BlockExchange(hierarchy.slots, [sources[r] for r in local], [targets[r] for r in local]).exchange(
-        0, longest
-    )
+    BlockExchange(
+        hierarchy.slots, [sources[r] for r in local], [targets[r] for r in local]
+    ).exchange(0, longest)
     for distance in range(1, size):
         to, frm = (rank + distance) % size, (rank - distance) % size
         outgoing, incoming = bytes_of(sources[to]), bytes_of(targets[frm])

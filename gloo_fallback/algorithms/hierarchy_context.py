@@ -1,4 +1,5 @@
-"""State of the hierarchical algorithms: nodes, sums of their ranks' contributions, and arrays split into chunks."""
+"""State of the hierarchical algorithms: nodes, sums of their ranks' contributions, and arrays split
+into chunks."""
 
 from __future__ import annotations
 
@@ -22,12 +23,16 @@ class HierarchyContext:
         node_index: index of this rank's node.
     """
 
-    def __init__(self, connections: GroupConnections, slots: Slots, nodes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, connections: GroupConnections, slots: Slots, nodes: Sequence[tuple[int, ...]]
+    ) -> None:
         self.connections = connections
         self.slots = slots
         self.nodes = tuple(nodes)
         self.size = connections.size
-        self.node_index = next(i for i, members in enumerate(self.nodes) if connections.rank in members)
+        self.node_index = next(
+            i for i, members in enumerate(self.nodes) if connections.rank in members
+        )
         self._internode: dict[int, SubsetConnections | None] = {}
 
     @property
@@ -44,22 +49,30 @@ class HierarchyContext:
         return self.members.index(root) if root in self.members else 0
 
     def internode(self, root: int = -1) -> SubsetConnections | None:
-        """The connections between the leaders, in the order of the nodes; None on ranks that are not leaders."""
+        """The connections between the leaders, in the order of the nodes; None on ranks that are
+        not leaders."""
         if root not in self._internode:
             self._internode[root] = self._find_internode(root)
         return self._internode[root]
 
     def _find_internode(self, root: int) -> SubsetConnections | None:
-        if any(root == members[0] for members in self.nodes):  # the leader anyway
+        # The leader anyway.
+        if any(root == members[0] for members in self.nodes):
             return self.internode()
         leaders = tuple(root if root in members else members[0] for members in self.nodes)
-        return SubsetConnections(self.connections, leaders) if self.connections.rank in leaders else None
+        return (
+            SubsetConnections(self.connections, leaders)
+            if self.connections.rank in leaders
+            else None
+        )
 
     def agree(self, call: Call, root: int = -1) -> None:
-        """Check that all ranks are in this call; complete on all ranks after the next step of the slots.
+        """Check that all ranks are in this call; complete on all ranks after the next step of the
+        slots.
 
-        The ranks may differ in the root, so the first ranks of the nodes compare their calls, whatever the root is. A
-        root that is not the first rank of its node waits for the result in one more step of its node.
+        The ranks may differ in the root, so the first ranks of the nodes compare their calls,
+        whatever the root is. A root that is not the first rank of its node waits for the result in
+        one more step of its node.
         """
         self.slots.sync_step(call)
         if (first := self.internode()) is not None:
@@ -68,7 +81,8 @@ class HierarchyContext:
             self.slots.sync_step()
 
     def sync_step_checked(self, call: Call, value: int) -> bool:
-        """One step of the slots that compares ``value``; after one more step :meth:`sizes_agree` has the result.
+        """One step of the slots that compares ``value``; after one more step :meth:`sizes_agree`
+        has the result.
 
         Returns the result at once on the first rank of each node, False on other ranks.
         """
@@ -81,7 +95,8 @@ class HierarchyContext:
         return found is not None
 
     def sizes_agree(self) -> bool:
-        """The result of :meth:`sync_step_checked` that the first rank of this node has published."""
+        """The result of :meth:`sync_step_checked` that the first rank of this node has
+        published."""
         return bool(self.slots.published_value(0))
 
 
@@ -113,15 +128,19 @@ class ChunkedArray:
 
 
 class PackedBlocks:
-    """Arrays of all ranks in chunks of ``chunk_size`` elements; a packed chunk has a block per rank, by node."""
+    """Arrays of all ranks in chunks of ``chunk_size`` elements; a packed chunk has a block per
+    rank, by node."""
 
-    def __init__(self, arrays: Sequence[Flat], hierarchy: HierarchyContext, chunk_size: int) -> None:
+    def __init__(
+        self, arrays: Sequence[Flat], hierarchy: HierarchyContext, chunk_size: int
+    ) -> None:
         self.arrays = [arrays[r] for members in hierarchy.nodes for r in members]
         self._sizes = np.array([array.size for array in self.arrays])
         self._shortest = int(self._sizes.min())
         self.starts = range(0, int(self._sizes.max()), chunk_size)
         self._chunk_size = chunk_size
-        self._firsts = [0, *accumulate(map(len, hierarchy.nodes))]  # index of each node's first block
+        # Index of each node's first block.
+        self._firsts = [0, *accumulate(map(len, hierarchy.nodes))]
         first, last = self._firsts[hierarchy.node_index : hierarchy.node_index + 2]
         self._local = slice(first, last + 1)
         self._local_rank = hierarchy.slots.rank
@@ -132,7 +151,8 @@ class PackedBlocks:
         key = -1 if start + self._chunk_size <= self._shortest else start
         bounds = self._cached_bounds.get(key)
         if bounds is None:
-            if len(self._cached_bounds) >= 8:  # few chunks are not full at a time
+            # Few chunks are not full at a time.
+            if len(self._cached_bounds) >= 8:
                 self._cached_bounds.clear()
             lengths = np.clip(self._sizes - start, 0, self._chunk_size)
             bounds = self._cached_bounds[key] = [0, *np.cumsum(lengths).tolist()]

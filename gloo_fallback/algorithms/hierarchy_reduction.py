@@ -1,4 +1,5 @@
-"""The reduction of arrays in chunks, within hosts and between them at the same time (:mod:`.hierarchical`)."""
+"""The reduction of arrays in chunks, within hosts and between them at the same time
+(:mod:`.hierarchical`)."""
 
 from __future__ import annotations
 
@@ -38,16 +39,18 @@ def reduce_in_chunks(
     arrays: Sequence[Flat] | None = None,
     lag: int = 0,
 ) -> None:
-    """Pipelined reduction: all ranks contribute, followers sum, leaders reduce across nodes, all ranks collect.
+    """Pipelined reduction: all ranks contribute, followers sum, leaders reduce across nodes, all
+    ranks collect.
 
-    In step s all ranks contribute chunk s, then the followers sum it while the leader reduces chunk s-1 across nodes,
-    and all ranks collect chunk s-2. A slot holds a contribution, and at ``result_offset`` a follower's part of the
-    sum or the leader's result.
+    In step s all ranks contribute chunk s, then the followers sum it while the leader reduces chunk
+    s-1 across nodes, and all ranks collect chunk s-2. A slot holds a contribution, and at
+    ``result_offset`` a follower's part of the sum or the leader's result.
 
-    ``reduce_across(internode, start, sums, result)`` reduces a node's sums with those of the other nodes into
-    ``result``; ``collect(start, result)`` copies from it. ``arrays`` are those of the node's ranks in symmetric memory,
-    which need not be copied to the slots. With a ``lag``, ``reduce_across`` writes the result of the chunk that was
-    passed ``lag`` steps earlier; ``result`` is empty in the first ``lag`` steps, and ``sums`` in the last ones.
+    ``reduce_across(internode, start, sums, result)`` reduces a node's sums with those of the other
+    nodes into ``result``; ``collect(start, result)`` copies from it. ``arrays`` are those of the
+    node's ranks in symmetric memory, which need not be copied to the slots. With a ``lag``,
+    ``reduce_across`` writes the result of the chunk that was passed ``lag`` steps earlier;
+    ``result`` is empty in the first ``lag`` steps, and ``sums`` in the last ones.
     """
     slots, root = hierarchy.slots, call.root
     leader, internode = hierarchy.leader(root), hierarchy.internode(root)
@@ -58,12 +61,14 @@ def reduce_in_chunks(
     sums = np.empty(max(sizes, default=0) if internode is not None else 0, kernel.acc)
 
     def contributions(start: int, size: int, slot: Callable[..., Flat]) -> list[Flat]:
-        """The node's contributions to a chunk; without symmetric memory from the slots of the last or next step."""
+        """The node's contributions to a chunk; without symmetric memory from the slots of the last
+        or next step."""
         if arrays is not None:
             return [array[start : start + size] for array in arrays]
         return [slot(r, 0, size, dtype) for r in range(slots.size)]
 
-    if leader:  # the root waits for the result before it receives
+    # The root waits for the result before it receives.
+    if leader:
         hierarchy.agree(call, root)
     for s in range(len(sizes) + 2 + lag):
         if s < len(sizes) and arrays is None:
@@ -73,7 +78,11 @@ def reduce_in_chunks(
             first.agree()
         if internode is None and s < len(sizes):
             _sum_own_part(
-                slots, kernel, followers, contributions(starts[s], sizes[s], slots.last_slot), result_offset
+                slots,
+                kernel,
+                followers,
+                contributions(starts[s], sizes[s], slots.last_slot),
+                result_offset,
             )
         if internode is not None and 1 <= s <= len(sizes) + lag:
             at = s - 1 - lag
@@ -82,8 +91,11 @@ def reduce_in_chunks(
                 pass
             elif followers:
                 _gather_sums(slots, followers, sums[:size], result_offset)
-            else:  # the contribution of the previous step
-                reduce_node(kernel, contributions(starts[s - 1], size, slots.next_slot), sums[:size])
+            else:
+                # The contribution of the previous step.
+                reduce_node(
+                    kernel, contributions(starts[s - 1], size, slots.next_slot), sums[:size]
+                )
             result = slots.next_slot(slots.rank, result_offset, length, dtype)
             reduce_across(internode, starts[at] if at >= 0 else 0, sums[:size], result)
         if collect is not None and s >= 2 + lag:
@@ -92,7 +104,11 @@ def reduce_in_chunks(
 
 
 def _sum_own_part(
-    slots: Slots, kernel: Kernel, followers: Sequence[int], parts: Sequence[Flat], result_offset: int
+    slots: Slots,
+    kernel: Kernel,
+    followers: Sequence[int],
+    parts: Sequence[Flat],
+    result_offset: int,
 ) -> None:
     bounds = bounds_of(parts[0].size, len(followers))
     i = followers.index(slots.rank)

@@ -18,11 +18,14 @@ def bounds_of(count: int, parts: int) -> list[int]:
 
 def slices_of(counts: Sequence[int]) -> list[slice]:
     """Where blocks of these sizes are in an array that holds one after another."""
-    return [slice(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
+    return [
+        slice(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)
+    ]
 
 
 def split_blocks(buffers: Sequence[Buffer], counts: Sequence[int], single: bool) -> list[Flat]:
-    """One block per rank: a list of arrays, or with ``single`` the parts of one array with ``counts`` elements."""
+    """One block per rank: a list of arrays, or with ``single`` the parts of one array with
+    ``counts`` elements."""
     if not single:
         return [flat_of(b) for b in buffers]
     return split(flat_of(buffers[0]), counts)
@@ -43,7 +46,8 @@ def exchanged_blocks(call: Call) -> tuple[list[Flat], list[Flat]]:
 
 
 class NodeSums:
-    """A reduction of node sums, which have the accumulator type and are scaled, but not yet divided."""
+    """A reduction of node sums, which have the accumulator type and are scaled, but not yet
+    divided."""
 
     plain = True
     at_once = False

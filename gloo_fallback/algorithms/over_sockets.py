@@ -1,10 +1,11 @@
 """The collectives over :class:`~gloo_fallback.transport.exchange.Connections`.
 
-Small operations are one :meth:`Connections.exchange` (latency: ceil(log2 n) messages). Larger ones compare
-signatures in an empty exchange and then move bulk data: operations whose result goes to all ranks use rings
-(:mod:`~gloo_fallback.algorithms.rings`) for large blocks and :mod:`~gloo_fallback.algorithms.circulant` for small ones,
-rooted operations a binomial tree or a pipelined chain, and personalised exchanges direct messages. The choice depends
-only on sizes that the signature covers, so it is the same on all ranks.
+Small operations are one :meth:`Connections.exchange` (latency: ceil(log2 n) messages). Larger ones
+compare signatures in an empty exchange and then move bulk data: operations whose result goes to all
+ranks use rings (:mod:`~gloo_fallback.algorithms.rings`) for large blocks and
+:mod:`~gloo_fallback.algorithms.circulant` for small ones, rooted operations a binomial tree or a
+pipelined chain, and personalised exchanges direct messages. The choice depends only on sizes that
+the signature covers, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -40,15 +41,20 @@ SMALL = 1 << 16
 """Maximum bytes at each rank after one exchange; larger operations use the bulk algorithms."""
 _CHAIN = 1 << 16
 DIRECT_BYTES = 1 << 20
-"""Bytes of all ranks' contributions that a direct reduction (deterministic, exact) holds at a time."""
+"""Bytes of all ranks' contributions that a direct reduction (deterministic, exact) holds at a
+time."""
 
 
 def codec_of(call: Call, source: Flat) -> Codec | None:
     """The codec of a call's compression; None if it has none, or is too small."""
-    return codec_for(call.compression, source.dtype) if call.compression and source.nbytes > SMALL else None
+    return (
+        codec_for(call.compression, source.dtype)
+        if call.compression and source.nbytes > SMALL
+        else None
+    )
 
 
-# --- barrier, broadcast -------------------------------------------------------------------------------------
+# --- barrier, broadcast ---------------------------------------------------------------------------
 
 
 def barrier(connections: Connections, call: Call) -> None:
@@ -84,7 +90,8 @@ def small_broadcast(connections: Connections, flat: Flat, root: int) -> None:
 
 
 def _tree_broadcast(connections: Connections, data: memoryview, position: int, root: int) -> None:
-    """Binomial tree: each rank that has the data sends it to the rank half the remaining range away."""
+    """Binomial tree: each rank that has the data sends it to the rank half the remaining range
+    away."""
     step = 1
     while step < connections.size:
         step *= 2
@@ -98,7 +105,7 @@ def _tree_broadcast(connections: Connections, data: memoryview, position: int, r
             have = True
 
 
-# --- reductions ---------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def _small_contributions(connections: Connections, flat: Flat) -> list[Flat]:
@@ -136,11 +143,14 @@ def reduce(connections: Connections, call: Call) -> None:
     connections.agree()
     direct = connections.deterministic or kernel.at_once
     reduce_to_root = _direct_reduce if direct else chain_reduce
-    reduce_to_root(connections, kernel, source, flat_of(call.outputs[0]) if call.outputs else None, call.root)
+    reduce_to_root(
+        connections, kernel, source, flat_of(call.outputs[0]) if call.outputs else None, call.root
+    )
 
 
 def scan(connections: Connections, call: Call) -> None:
-    """Inclusive scan: the reduction of the data of ranks 0 to this one; an exscan excludes this rank."""
+    """Inclusive scan: the reduction of the data of ranks 0 to this one; an exscan excludes this
+    rank."""
     flat, kernel = flat_of(call.inputs[0]), kernel_of(call)
     if flat.nbytes * (connections.size - 1) <= SMALL:
         stop = connections.rank + (not call.op.exclusive)
@@ -165,13 +175,16 @@ def reduce_scatter(connections: Connections, call: Call) -> None:
     plan = connections.plan((total,) * connections.size, out.dtype)
     np.concatenate(blocks, out=plan.mine)
     start = sum(p.size for p in blocks[: connections.rank])
-    kernel.combine([v[start : start + out.size] for v in connections.exchange(plan)], out, disjoint=True)
+    kernel.combine(
+        [v[start : start + out.size] for v in connections.exchange(plan)], out, disjoint=True
+    )
 
 
 def reduce_scatter_blocks(
     connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
 ) -> None:
-    """Block i, reduced over all ranks, to rank i. ``blocks`` are not modified, except one that ``out`` overlaps."""
+    """Block i, reduced over all ranks, to rank i. ``blocks`` are not modified, except one that
+    ``out`` overlaps."""
     if connections.deterministic or kernel.at_once:
         _direct_reduce_scatter(connections, kernel, blocks, out)
     elif circulant.is_efficient(connections, sum(p.size for p in blocks) * kernel.acc.itemsize):
@@ -185,7 +198,8 @@ def reduce_scatter_blocks(
 def _direct_reduce_scatter(
     connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
 ) -> None:
-    """Each rank receives all contributions to its block and reduces them in rank order, as in small reductions.
+    """Each rank receives all contributions to its block and reduces them in rank order, as in small
+    reductions.
 
     Sends as many bytes as a ring, in n-1 messages to different ranks.
     """
@@ -228,7 +242,7 @@ def _direct_reduce(
                 connections.receive(r, bytes_of(target), target.nbytes)
 
 
-# --- gathering ----------------------------------------------------------------------------------------------
+# --- gathering ------------------------------------------------------------------------------------
 
 
 def all_gather_blocks(connections: Connections, blocks: Sequence[Flat]) -> None:
@@ -256,7 +270,8 @@ def all_gather(connections: Connections, call: Call) -> None:
 
 
 def gather(connections: Connections, call: Call, counts: Sequence[int] | None = None) -> bool:
-    """Every rank's data to the root; False, without effect, if sizes differ and ``counts`` is None."""
+    """Every rank's data to the root; False, without effect, if sizes differ and ``counts`` is
+    None."""
     source, size = flat_of(call.inputs[0]), connections.size
     if counts is None:
         small = source.nbytes * size <= SMALL
@@ -282,7 +297,8 @@ def gather(connections: Connections, call: Call, counts: Sequence[int] | None = 
 
 
 def scatter(connections: Connections, call: Call, counts: Sequence[int] | None = None) -> bool:
-    """The root's i-th array to rank i; False, without effect, if sizes differ and ``counts`` is None."""
+    """The root's i-th array to rank i; False, without effect, if sizes differ and ``counts`` is
+    None."""
     out = flat_of(call.outputs[0])
     size, rank, root = connections.size, connections.rank, call.root
     if counts is None:
@@ -311,7 +327,7 @@ def scatter(connections: Connections, call: Call, counts: Sequence[int] | None =
     return True
 
 
-# --- personalised exchange ----------------------------------------------------------------------------------
+# --- personalised exchange ------------------------------------------------------------------------
 
 
 def all_to_all(connections: Connections, call: Call) -> None:
@@ -326,7 +342,8 @@ def all_to_all(connections: Connections, call: Call) -> None:
 
 
 def agree_on_counts(connections: Connections, call: Call) -> Flat:
-    """Exchange the sizes of all ranks, so that all ranks detect the same error; returns the table of both counts."""
+    """Exchange the sizes of all ranks, so that all ranks detect the same error; returns the table
+    of both counts."""
     size = connections.size
     plan = connections.plan((16 * size,) * size, np.dtype(np.int64))
     plan.mine[:size] = call.in_counts
@@ -337,7 +354,8 @@ def agree_on_counts(connections: Connections, call: Call) -> Flat:
 
 
 def check_counts(state: GroupState, table: Flat) -> None:
-    """Raise if counts differ; row i of ``table``: what rank i sends to each rank, then what it expects from each."""
+    """Raise if counts differ; row i of ``table``: what rank i sends to each rank, then what it
+    expects from each."""
     size = len(table)
     sent, expected = table[:, :size], table[:, size:].T
     if (sent != expected).any():
@@ -346,8 +364,9 @@ def check_counts(state: GroupState, table: Flat) -> None:
         assert call is not None
         state.fail(
             CollectiveMismatchError(
-                f"{call.op.name} #{call.seq} on group {context.name!r}: rank {context.ranks[i]} sends"
-                f" {sent[i, j]} elements to rank {context.ranks[j]}, which has room for {expected[i, j]}",
+                f"{call.op.name} #{call.seq} on group {context.name!r}: rank {context.ranks[i]}"
+                f" sends {sent[i, j]} elements to rank {context.ranks[j]}, which has room for"
+                f" {expected[i, j]}",
                 group=context.name,
                 op=call.op.name,
                 seq=call.seq,

@@ -1,10 +1,12 @@
-"""Collectives of large arrays that the ranks of one host read from each other, without copies to the slots.
+"""Collectives of large arrays that the ranks of one host read from each other, without copies to
+the slots.
 
-Arrays in symmetric memory (:mod:`gloo_fallback.shm.symmetric_segments`) are read and written in place, others are
-copied from the memory of their process (:mod:`gloo_fallback.shm.process_memory`). There is one step of the slots
-before, in which the ranks compare signatures and exchange the locations of their arrays, and one after, when the arrays
-may be changed. Each function returns False, without effect on the arrays, if not all arrays can be read; this is the
-same on all ranks. The first step is then done; the caller may compare the signatures again in its own first step.
+Arrays in symmetric memory (:mod:`gloo_fallback.shm.symmetric_segments`) are read and written in
+place, others are copied from the memory of their process (:mod:`gloo_fallback.shm.process_memory`).
+There is one step of the slots before, in which the ranks compare signatures and exchange the
+locations of their arrays, and one after, when the arrays may be changed. Each function returns
+False, without effect on the arrays, if not all arrays can be read; this is the same on all ranks.
+The first step is then done; the caller may compare the signatures again in its own first step.
 
 Reductions proceed in rank order, as those through slots, so both give the same bits.
 """
@@ -25,8 +27,8 @@ from unicoll.backend import Call
 _BLOCK = 1 << 16
 """Bytes of a block: its result stays in the cache until it has been written everywhere."""
 _READ_BLOCK = 1 << 18
-"""Bytes of a block that is copied from another process: the call of the system costs little, and all ranks' blocks stay
-in the cache."""
+"""Bytes of a block that is copied from another process: the call of the system costs little, and
+all ranks' blocks stay in the cache."""
 _LOCATIONS = np.dtype(np.int64)
 
 _Array = Any
@@ -53,13 +55,14 @@ def arrays_of_all(
         counts: elements of each rank's array.
         index: the array of each rank that this one needs.
         in_place: False if this rank's array would have to be copied before others may write to it.
-        may_read: True if arrays that are not all in symmetric memory may be read from the processes' memory; equal on
-            all ranks.
+        may_read: True if arrays that are not all in symmetric memory may be read from the
+            processes' memory; equal on all ranks.
         also: another array that the other ranks will read from this process's memory.
     """
     memory, size, rank = slots.symmetric, slots.size, slots.rank
     found = [memory.locate(array) for array in own] if memory is not None else [-1]
-    # the number of arrays, -1 if they are not symmetric, and the locations; then likewise for reading, with addresses
+    # the number of arrays, -1 if they are not symmetric, and the locations; then likewise for
+    # reading, with addresses
     row = slots.next_slot(rank, 0, 1 + size, _LOCATIONS)
     symmetric = in_place and -1 not in found
     row[0] = len(own) if symmetric else -1
@@ -111,14 +114,18 @@ def _must_read(slots: Slots, arrays: Sequence[_Array]) -> bool:
     return isinstance(arrays[slots.rank - 1], PeerArray)
 
 
-def _reduce_read(slots: Slots, kernel: Kernel, arrays: Sequence[_Array], start: int, out: Flat) -> None:
-    """Reduce the elements of all ranks' arrays from ``start`` on into ``out``, reading those of other processes."""
+def _reduce_read(
+    slots: Slots, kernel: Kernel, arrays: Sequence[_Array], start: int, out: Flat
+) -> None:
+    """Reduce the elements of all ranks' arrays from ``start`` on into ``out``, reading those of
+    other processes."""
     block = min(_READ_BLOCK, SLOT // slots.size // 64 * 64)
     chunk_size = block // out.itemsize
     for at in range(0, out.size, chunk_size):
         result = out[at : at + chunk_size]
         parts = [array[start + at : start + at + result.size] for array in arrays]
-        for r in _others(slots):  # this rank's slot is free until the next step
+        # This rank's slot is free until the next step.
+        for r in _others(slots):
             read = slots.next_slot(slots.rank, r * block, result.size, out.dtype)
             _fetch(slots, read, r, parts[r])
             parts[r] = read
@@ -128,7 +135,12 @@ def _reduce_read(slots: Slots, kernel: Kernel, arrays: Sequence[_Array], start: 
 def broadcast(slots: Slots, call: Call, flat: Flat) -> bool:
     """Each rank copies the root's array."""
     arrays = arrays_of_all(
-        slots, call, [flat], [flat.size] * slots.size, flat.dtype, may_read=slots.may_read(flat.nbytes)
+        slots,
+        call,
+        [flat],
+        [flat.size] * slots.size,
+        flat.dtype,
+        may_read=slots.may_read(flat.nbytes),
     )
     if arrays is None:
         return False
@@ -141,13 +153,21 @@ def broadcast(slots: Slots, call: Call, flat: Flat) -> bool:
 def all_reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat) -> bool:
     """Each rank reduces its part of all arrays, block by block.
 
-    It writes the result to all arrays in symmetric memory; otherwise the ranks read each other's results in the end.
+    It writes the result to all arrays in symmetric memory; otherwise the ranks read each other's
+    results in the end.
     """
     in_place = address_of(source) == address_of(out)
     rank, size, dtype = slots.rank, slots.size, out.dtype
     counts = [out.size] * size
     arrays = arrays_of_all(
-        slots, call, [source], counts, dtype, in_place=in_place, may_read=slots.may_read(out.nbytes), also=out
+        slots,
+        call,
+        [source],
+        counts,
+        dtype,
+        in_place=in_place,
+        may_read=slots.may_read(out.nbytes),
+        also=out,
     )
     if arrays is None:
         return False
@@ -235,14 +255,19 @@ def scan(slots: Slots, call: Call, kernel: Kernel, flat: Flat) -> bool:
     return True
 
 
-def all_gather(slots: Slots, call: Call | None, source: Flat, targets: Sequence[Flat], nbytes: int) -> bool:
-    """Each rank copies the arrays of all ranks to its ``targets``, which are empty on a rank that gets nothing.
+def all_gather(
+    slots: Slots, call: Call | None, source: Flat, targets: Sequence[Flat], nbytes: int
+) -> bool:
+    """Each rank copies the arrays of all ranks to its ``targets``, which are empty on a rank that
+    gets nothing.
 
     ``nbytes`` is the size of all arrays together.
     """
     rank, size = slots.rank, slots.size
     counts = [target.size for target in targets] or [0] * size
-    arrays = arrays_of_all(slots, call, [source], counts, source.dtype, may_read=slots.may_read(nbytes))
+    arrays = arrays_of_all(
+        slots, call, [source], counts, source.dtype, may_read=slots.may_read(nbytes)
+    )
     if arrays is None:
         return False
     if targets:
@@ -293,5 +318,6 @@ def all_to_all(
 
 
 def _others(slots: Slots) -> list[int]:
-    """The other ranks, beginning with the next, so that not all ranks read the same array at the same time."""
+    """The other ranks, beginning with the next, so that not all ranks read the same array at the
+    same time."""
     return [(slots.rank + i) % slots.size for i in range(1, slots.size)]

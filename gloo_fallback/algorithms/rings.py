@@ -1,7 +1,8 @@
-"""Rings, and chains whose ranks forward one segment while they receive the next: algorithms for large arrays.
+"""Rings, and chains whose ranks forward one segment while they receive the next: algorithms for
+large arrays.
 
-Each rank sends and receives as many bytes as are necessary at least, in messages to the next rank and from the previous
-one only (Patarasuk and Yuan, 2009).
+Each rank sends and receives as many bytes as are necessary at least, in messages to the next rank
+and from the previous one only (Patarasuk and Yuan, 2009).
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ SEGMENT = 1 << 18
 
 def chain_broadcast(connections: Connections, data: memoryview, position: int, root: int) -> None:
     """Pipelined chain: each rank forwards the segments to the next."""
-    before, after = (root + position - 1) % connections.size, (root + position + 1) % connections.size
+    before, after = (
+        (root + position - 1) % connections.size,
+        (root + position + 1) % connections.size,
+    )
     for start in range(0, len(data), SEGMENT):
         segment = data[start : start + SEGMENT]
         if position:
@@ -32,9 +36,13 @@ def chain_broadcast(connections: Connections, data: memoryview, position: int, r
 def chain_reduce(
     connections: Connections, kernel: ReductionKernel, source: Flat, out: Flat | None, root: int
 ) -> None:
-    """Partial results are sent in a ring from the rank after the root to the root, segment by segment."""
+    """Partial results are sent in a ring from the rank after the root to the root, segment by
+    segment."""
     position = (connections.rank - root - 1) % connections.size
-    before, after = (connections.rank - 1) % connections.size, (connections.rank + 1) % connections.size
+    before, after = (
+        (connections.rank - 1) % connections.size,
+        (connections.rank + 1) % connections.size,
+    )
     chunk_size = max(1, SEGMENT // kernel.acc.itemsize)
     scratch = np.empty(min(chunk_size, source.size), kernel.acc)
     for start in range(0, source.size, chunk_size):
@@ -51,8 +59,11 @@ def chain_reduce(
             kernel.finish(partial, out[start : start + chunk_size], connections.size)
 
 
-def chain_scan(connections: Connections, kernel: ReductionKernel, flat: Flat, exclusive: bool) -> None:
-    """Each rank reduces its data into the previous rank's partial result and forwards it, segment by segment.
+def chain_scan(
+    connections: Connections, kernel: ReductionKernel, flat: Flat, exclusive: bool
+) -> None:
+    """Each rank reduces its data into the previous rank's partial result and forwards it, segment
+    by segment.
 
     Contributions are reduced in rank order.
     """
@@ -84,10 +95,15 @@ def pair_reduce_scatter(
     chunk_size = max(1, SEGMENT // kernel.storage.itemsize)
     staging = np.empty(min(chunk_size, longest), kernel.storage)
     for start in range(0, longest, chunk_size):
-        outgoing, own = blocks[1 - rank][start : start + chunk_size], blocks[rank][start : start + chunk_size]
+        outgoing, own = (
+            blocks[1 - rank][start : start + chunk_size],
+            blocks[rank][start : start + chunk_size],
+        )
         received = staging[: own.size]
         connections.duplex(1 - rank, bytes_of(outgoing), 1 - rank, bytes_of(received))
-        kernel.combine((own, received) if rank == 0 else (received, own), out[start : start + chunk_size])
+        kernel.combine(
+            (own, received) if rank == 0 else (received, own), out[start : start + chunk_size]
+        )
 
 
 def ring_reduce_scatter(
@@ -95,7 +111,8 @@ def ring_reduce_scatter(
 ) -> None:
     """The partial result of block i starts at rank i+1 and is sent round the ring to rank i.
 
-    The first hop carries a rank's own data in the element type, later hops carry sums in the accumulator type.
+    The first hop carries a rank's own data in the element type, later hops carry sums in the
+    accumulator type.
     """
     size, rank = connections.size, connections.rank
     left, right = (rank - 1) % size, (rank + 1) % size

@@ -1,12 +1,14 @@
-"""The collectives in shared memory (:class:`~gloo_fallback.shm.slots.Slots`), for the ranks of one host.
+"""The collectives in shared memory (:class:`~gloo_fallback.shm.slots.Slots`), for the ranks of one
+host.
 
-Arrays are processed in chunks that fit the slots, so the shared memory does not grow with the arrays. Reductions
-proceed in rank order, so the result does not depend on the rank that computes it. Large arrays are not copied to the
-slots if they are in symmetric memory (:mod:`~gloo_fallback.algorithms.peer_memory`).
+Arrays are processed in chunks that fit the slots, so the shared memory does not grow with the
+arrays. Reductions proceed in rank order, so the result does not depend on the rank that computes
+it. Large arrays are not copied to the slots if they are in symmetric memory
+(:mod:`~gloo_fallback.algorithms.peer_memory`).
 
-Small operations are one step, and a reduction of arrays that fit a slot is at most two. What these need besides the
-arrays, such as views of the slots, depends only on the kind of call and on which slot is next, so it is made once and
-kept (:class:`Plan`).
+Small operations are one step, and a reduction of arrays that fit a slot is at most two. What these
+need besides the arrays, such as views of the slots, depends only on the kind of call and on which
+slot is next, so it is made once and kept (:class:`Plan`).
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from unicoll.backend import Call
 from unicoll.backend.host import flat_of, kernel_of, shape_hash
 
 WHOLE = 1 << 16
-"""Arrays are reduced entirely by every rank, in one step, if those of the other ranks together have up to this size.
-All blocks together up to this size are moved in one step with a plan."""
+"""Arrays are reduced entirely by every rank, in one step, if those of the other ranks together have
+up to this size. All blocks together up to this size are moved in one step with a plan."""
 _CHUNK = 1 << 18
 """Bytes of a chunk that two ranks reduce: it stays in their caches."""
 _MOST_PARTS = 16
@@ -45,9 +47,10 @@ class Plan(NamedTuple):
     """What a small operation needs besides its arrays.
 
     Attributes:
-        write: the views of this rank's slot that get its data; None if the operation is not one step.
-        read: the views of the ranks' slots that have the data after the step; a :class:`_PartsPlan` of two steps; or
-            None if the arrays are processed in chunks.
+        write: the views of this rank's slot that get its data; None if the operation is not one
+            step.
+        read: the views of the ranks' slots that have the data after the step; a :class:`_PartsPlan`
+            of two steps; or None if the arrays are processed in chunks.
         kernel: of a reduction.
         value: see :func:`~unicoll.backend.host.size_agreement.shape_hash`.
     """
@@ -97,7 +100,11 @@ def barrier(slots: Slots, call: Call) -> None:
 def broadcast(slots: Slots, call: Call) -> None:
     """The root's data to all, a slot at a time."""
     flat = flat_of(call.inputs[0])
-    if flat.nbytes > WHOLE and slots.may_be_direct(flat.nbytes) and peer_memory.broadcast(slots, call, flat):
+    if (
+        flat.nbytes > WHOLE
+        and slots.may_be_direct(flat.nbytes)
+        and peer_memory.broadcast(slots, call, flat)
+    ):
         return
     chunk_size = SLOT // flat.itemsize
     for start in range(0, max(flat.size, 1), chunk_size):
@@ -110,7 +117,7 @@ def broadcast(slots: Slots, call: Call) -> None:
             chunk[:] = shared
 
 
-# --- reductions ---------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def all_reduce(slots: Slots, call: Call) -> None:
@@ -126,7 +133,8 @@ def all_reduce(slots: Slots, call: Call) -> None:
     if slots.may_be_direct(out.nbytes):
         if peer_memory.all_reduce(slots, call, kernel, source, out):
             return
-        plan = _make_plan(slots, call, _plan_all_reduce)  # another slot is next now
+        # Another slot is next now.
+        plan = _make_plan(slots, call, _plan_all_reduce)
     _reduce_large(slots, call, plan, kernel, source, out)
 
 
@@ -138,7 +146,9 @@ def _plan_all_reduce(slots: Slots, call: Call) -> Plan:
         return _CHUNKED
     dtype, parts = source.dtype, slices_of(np.diff(bounds_of(source.size, size)).tolist())
     contributions = [slots.next_slot(r, 0, source.size, dtype) for r in range(size)]
-    results = [slots.later_slot(r, 0, part.stop - part.start, dtype) for r, part in enumerate(parts)]
+    results = [
+        slots.later_slot(r, 0, part.stop - part.start, dtype) for r, part in enumerate(parts)
+    ]
     rank, own = slots.rank, parts[slots.rank]
     others = [r for r in range(size) if r != rank]
     return Plan(
@@ -168,7 +178,8 @@ def reduce(slots: Slots, call: Call) -> None:
     if slots.symmetric is not None:
         if peer_memory.reduce(slots, call, kernel, source, out):
             return
-        plan = _make_plan(slots, call, _plan_all_reduce)  # another slot is next now
+        # Another slot is next now.
+        plan = _make_plan(slots, call, _plan_all_reduce)
     _reduce_large(slots, call, plan, kernel, source, out)
 
 
@@ -177,7 +188,8 @@ def _reduce_large(
 ) -> None:
     """The reduction to the ranks that pass ``out``.
 
-    Two ranks reduce everything: that takes one step, and no result is copied. More ranks reduce a part each.
+    Two ranks reduce everything: that takes one step, and no result is copied. More ranks reduce a
+    part each.
     """
     if slots.size == 2:
         _reduce_by_both(slots, call, kernel, source, out)
@@ -187,8 +199,11 @@ def _reduce_large(
         _reduce_in_chunks(slots, call, kernel, source, out)
 
 
-def _reduce_by_both(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | None) -> None:
-    """Two ranks copy a chunk to their slots, and reduce it from their own array and the other's slot."""
+def _reduce_by_both(
+    slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | None
+) -> None:
+    """Two ranks copy a chunk to their slots, and reduce it from their own array and the other's
+    slot."""
     rank, dtype, chunk_size = slots.rank, source.dtype, _CHUNK // source.itemsize
     for start in range(0, source.size, chunk_size):
         chunk = source[start : start + chunk_size]
@@ -203,7 +218,8 @@ def _reduce_by_both(slots: Slots, call: Call, kernel: Kernel, source: Flat, out:
 def _reduce_in_parts(
     slots: Slots, call: Call, plan: _PartsPlan, kernel: Kernel, source: Flat, out: Flat | None
 ) -> None:
-    """An array that fits a slot: each rank reduces its part of all arrays in one step, and publishes it in another."""
+    """An array that fits a slot: each rank reduces its part of all arrays in one step, and
+    publishes it in another."""
     for part, view in plan.write:
         view[...] = source[part]
     slots.sync_step(call)
@@ -217,11 +233,14 @@ def _reduce_in_parts(
             out[part] = view
 
 
-def _reduce_in_chunks(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | None) -> None:
-    """Each rank reduces its block of every chunk, directly from the slots of all ranks, and publishes the result.
+def _reduce_in_chunks(
+    slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | None
+) -> None:
+    """Each rank reduces its block of every chunk, directly from the slots of all ranks, and
+    publishes the result.
 
-    The first half of a slot holds a rank's contribution to one chunk, the second half its result for the previous
-    chunk: one step publishes both.
+    The first half of a slot holds a rank's contribution to one chunk, the second half its result
+    for the previous chunk: one step publishes both.
     """
     half = SLOT // 2
     chunk_size = half // source.itemsize
@@ -256,7 +275,9 @@ def _copy_results(slots: Slots, out: Flat, start: int, bounds: list[int], half: 
 
 def reduce_scatter(slots: Slots, call: Call) -> None:
     """Rank i gets block i of the reduction."""
-    plan = slots.plans.get((call.kind, slots.step & 1)) or _make_plan(slots, call, _plan_reduce_scatter)
+    plan = slots.plans.get((call.kind, slots.step & 1)) or _make_plan(
+        slots, call, _plan_reduce_scatter
+    )
     if plan.write is None:
         _reduce_scatter_in_chunks(slots, call)
         return
@@ -268,7 +289,8 @@ def reduce_scatter(slots: Slots, call: Call) -> None:
 
 
 def _plan_reduce_scatter(slots: Slots, call: Call) -> Plan:
-    """The blocks follow one another in a slot; an array that holds all of them is written as one."""
+    """The blocks follow one another in a slot; an array that holds all of them is written as
+    one."""
     blocks = blocks_of(call.inputs, call.op.joined, slots.size)
     if sum(b.nbytes for b in blocks) > WHOLE:
         return _CHUNKED
@@ -289,8 +311,11 @@ def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
     rank, dtype = slots.rank, out.dtype
     nbytes = (
         sum(block.nbytes for block in blocks) // slots.size
-    )  # reading a small block is slower than the slots
-    if slots.may_be_direct(nbytes) and peer_memory.reduce_scatter(slots, call, kernel, blocks, out, nbytes):
+        # Reading a small block is slower than the slots.
+    )
+    if slots.may_be_direct(nbytes) and peer_memory.reduce_scatter(
+        slots, call, kernel, blocks, out, nbytes
+    ):
         return
     exchange = BlockExchange(slots, blocks, ())
     for start in range(0, max(1, *(block.size for block in blocks)), exchange.chunk_size):
@@ -305,12 +330,17 @@ def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
 
 
 def scan(slots: Slots, call: Call) -> None:
-    """Inclusive scan: the reduction of the data of ranks 0 to this one; an exscan excludes this rank.
+    """Inclusive scan: the reduction of the data of ranks 0 to this one; an exscan excludes this
+    rank.
 
     Each rank reduces the slots of the ranks before it, a slot at a time.
     """
     flat, kernel = flat_of(call.inputs[0]), kernel_of(call)
-    if slots.symmetric is not None and flat.nbytes > WHOLE and peer_memory.scan(slots, call, kernel, flat):
+    if (
+        slots.symmetric is not None
+        and flat.nbytes > WHOLE
+        and peer_memory.scan(slots, call, kernel, flat)
+    ):
         return
     chunk_size = SLOT // flat.itemsize
     for start in range(0, max(flat.size, 1), chunk_size):
@@ -324,7 +354,7 @@ def scan(slots: Slots, call: Call) -> None:
             kernel.combine(contributions, chunk)
 
 
-# --- data movement ------------------------------------------------------------------------------------------
+# --- data movement --------------------------------------------------------------------------------
 
 
 def all_gather(slots: Slots, call: Call) -> None:
@@ -334,7 +364,10 @@ def all_gather(slots: Slots, call: Call) -> None:
     if plan.write is None:
         targets = blocks_of(call.outputs, call.op.joined, slots.size)
         nbytes = sum(target.nbytes for target in targets)
-        if not (slots.may_be_direct(nbytes) and peer_memory.all_gather(slots, call, source, targets, nbytes)):
+        if not (
+            slots.may_be_direct(nbytes)
+            and peer_memory.all_gather(slots, call, source, targets, nbytes)
+        ):
             _all_gather_chunks(slots, call, source, targets, max(t.size for t in targets))
         return
     plan.write[...] = source
@@ -363,7 +396,8 @@ def _set_flats(outputs: Sequence[Any], views: Sequence[tuple[int, Flat]]) -> Non
 
 
 def gather(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bool:
-    """Every rank's data to the root; False, without effect, if sizes differ and ``counts`` is None."""
+    """Every rank's data to the root; False, without effect, if sizes differ and ``counts`` is
+    None."""
     source = flat_of(call.inputs[0])
     if counts is not None:
         targets = [flat_of(b) for b in call.outputs]
@@ -384,7 +418,8 @@ def _plan_gather(slots: Slots, call: Call) -> Plan:
     if source.nbytes * slots.size > WHOLE:
         return Plan(None, None, None, value)
     views = [slots.next_slot(r, 0, source.size, source.dtype) for r in range(slots.size)]
-    read = [*enumerate(views)] if call.outputs else []  # only the root has outputs
+    # Only the root has outputs.
+    read = [*enumerate(views)] if call.outputs else []
     return Plan(views[slots.rank], read, None, value)
 
 
@@ -417,7 +452,11 @@ def _all_gather_chunks(
             (value is not None and start == 0 and largest > chunk_size)
             and slots.may_be_direct(nbytes)
             and peer_memory.all_gather(
-                slots, None, source[chunk_size:], [target[chunk_size:] for target in targets], nbytes
+                slots,
+                None,
+                source[chunk_size:],
+                [target[chunk_size:] for target in targets],
+                nbytes,
             )
         ):
             break
@@ -425,11 +464,14 @@ def _all_gather_chunks(
 
 
 def scatter(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bool:
-    """The root's i-th array to rank i; False, without effect, if sizes differ and ``counts`` is None."""
+    """The root's i-th array to rank i; False, without effect, if sizes differ and ``counts`` is
+    None."""
     out = flat_of(call.outputs[0])
     value = 0
     if counts is None:
-        plan = slots.plans.get((call.kind, slots.step & 1)) or _make_plan(slots, call, _plan_scatter)
+        plan = slots.plans.get((call.kind, slots.step & 1)) or _make_plan(
+            slots, call, _plan_scatter
+        )
         value = plan.value
         if plan.write is not None:
             for r, view in plan.write:
@@ -455,7 +497,9 @@ def scatter(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bo
         mine[:] = slots.last_slot(root, rank * stride, mine.size, dtype)
         if (
             (counts is None and start == 0 and largest > chunk_size)
-            and slots.may_be_direct((largest - chunk_size) * dtype.itemsize * slots.size, scatter=True)
+            and slots.may_be_direct(
+                (largest - chunk_size) * dtype.itemsize * slots.size, scatter=True
+            )
             and peer_memory.scatter(slots, sources, out, root, chunk_size)
         ):
             break
@@ -473,10 +517,12 @@ def _plan_scatter(slots: Slots, call: Call) -> Plan:
             (r, slots.next_slot(slots.rank, r * out.nbytes, out.size, out.dtype))
             for r in range(len(call.inputs))
         ]
-    return Plan(write, slots.next_slot(call.root, slots.rank * out.nbytes, out.size, out.dtype), None, value)
+    return Plan(
+        write, slots.next_slot(call.root, slots.rank * out.nbytes, out.size, out.dtype), None, value
+    )
 
 
-# --- all_to_all ----------------------------------------------------------------------------------------------
+# --- all_to_all -----------------------------------------------------------------------------------
 
 
 def all_to_all(slots: Slots, call: Call) -> None:
@@ -507,7 +553,8 @@ def all_to_all(slots: Slots, call: Call) -> None:
         if largest > plan.chunk_size and not _exchanged_directly(
             slots, *exchanged_blocks(call), plan.chunk_size, largest
         ):
-            for _ in range(plan.chunk_size, largest, plan.chunk_size):  # blocks of other ranks
+            # Blocks of other ranks.
+            for _ in range(plan.chunk_size, largest, plan.chunk_size):
                 slots.sync_step()
         return
     sources, targets = exchanged_blocks(call)
@@ -526,9 +573,12 @@ def all_to_all(slots: Slots, call: Call) -> None:
 def _exchanged_directly(
     slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], start: int, largest: int
 ) -> bool:
-    """Exchange all blocks from element ``start`` on without slots; False, on all ranks, if that is impossible."""
+    """Exchange all blocks from element ``start`` on without slots; False, on all ranks, if that is
+    impossible."""
     nbytes = largest * slots.size * sources[0].itemsize
-    return slots.may_be_direct(nbytes) and peer_memory.all_to_all(slots, sources, targets, start, nbytes)
+    return slots.may_be_direct(nbytes) and peer_memory.all_to_all(
+        slots, sources, targets, start, nbytes
+    )
 
 
 def _head(slots: Slots) -> int:
@@ -543,9 +593,12 @@ class _ExchangePlan(NamedTuple):
         counts: elements that this rank sends to each rank, then those that it expects.
         head: where they are written in this rank's slot.
         heads: where those of the other ranks are after the step.
-        seen: the sizes of the other ranks at the last call, which have been compared, and the largest of all ranks.
-        chunk_size: elements per block and step; 0 if the blocks of this rank need several steps, or are large.
-        write, read: for each other rank its number, or its part of the one array, and the view of a slot.
+        seen: the sizes of the other ranks at the last call, which have been compared, and the
+            largest of all ranks.
+        chunk_size: elements per block and step; 0 if the blocks of this rank need several steps, or
+            are large.
+        write, read: for each other rank its number, or its part of the one array, and the view of a
+            slot.
         own_source, own_target: this rank's part of the one array.
     """
 
@@ -583,11 +636,14 @@ def _plan_exchange(slots: Slots, call: Call) -> _ExchangePlan:
         if r != rank and expected:
             view = slots.next_slot(r, head + rank * stride, expected, dtype)
             read.append((targets[r] if single else r, view))
-    return _ExchangePlan(counts, own, heads, [None, 0], chunk_size, write, read, sources[rank], targets[rank])
+    return _ExchangePlan(
+        counts, own, heads, [None, 0], chunk_size, write, read, sources[rank], targets[rank]
+    )
 
 
 def _agree_on_counts(slots: Slots, plan: _ExchangePlan) -> int:
-    """Compare the sizes of all ranks, which precede the blocks in the slots; returns the largest."""
+    """Compare the sizes of all ranks, which precede the blocks in the slots; returns the
+    largest."""
     found = [*map(_bytes_of, plan.heads)]
     if found != plan.seen[0]:
         rows = [np.frombuffer(row, _COUNTS) for row in found]
@@ -599,32 +655,42 @@ def _agree_on_counts(slots: Slots, plan: _ExchangePlan) -> int:
 
 
 class BlockExchange:
-    """A block per rank: a slot holds ``head`` bytes, then ``chunk_size`` elements (``stride`` bytes) for each rank."""
+    """A block per rank: a slot holds ``head`` bytes, then ``chunk_size`` elements (``stride``
+    bytes) for each rank."""
 
-    def __init__(self, slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], head: int = 0) -> None:
+    def __init__(
+        self, slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], head: int = 0
+    ) -> None:
         self._slots, self._sources, self._targets, self._head = slots, sources, targets, head
         self._dtype = sources[0].dtype
         self.chunk_size = (SLOT - head) // slots.size // self._dtype.itemsize
         self.stride = self.chunk_size * self._dtype.itemsize
 
     def write(self, start: int) -> None:
-        """Write ``chunk_size`` elements from ``start`` on of each block into this rank's slot for the next step."""
+        """Write ``chunk_size`` elements from ``start`` on of each block into this rank's slot for
+        the next step."""
         slots = self._slots
         for r, source in enumerate(self._sources):
             if r != slots.rank and source.size > start:
                 part = source[start : start + self.chunk_size]
-                slots.next_slot(slots.rank, self._head + r * self.stride, part.size, self._dtype)[:] = part
+                slots.next_slot(slots.rank, self._head + r * self.stride, part.size, self._dtype)[
+                    :
+                ] = part
 
     def read(self, start: int) -> None:
-        """Read the elements from ``start`` on that the other ranks wrote for this rank before the last step."""
+        """Read the elements from ``start`` on that the other ranks wrote for this rank before the
+        last step."""
         slots = self._slots
         for r, target in enumerate(self._targets):
             if r != slots.rank and target.size > start:
                 part = target[start : start + self.chunk_size]
-                part[:] = slots.last_slot(r, self._head + slots.rank * self.stride, part.size, self._dtype)
+                part[:] = slots.last_slot(
+                    r, self._head + slots.rank * self.stride, part.size, self._dtype
+                )
 
     def exchange(self, start: int, largest: int) -> None:
-        """Exchange all elements from ``start`` on; ``largest`` is the size of the largest block of all ranks."""
+        """Exchange all elements from ``start`` on; ``largest`` is the size of the largest block of
+        all ranks."""
         for at in range(start, largest, self.chunk_size):
             self.write(at)
             self._slots.sync_step()

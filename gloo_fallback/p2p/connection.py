@@ -1,4 +1,5 @@
-"""The message connection to one peer: its sends, its receives, and what is known about the messages in flight."""
+"""The message connection to one peer: its sends, its receives, and what is known about the messages
+in flight."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _SLACK = 1 << 20
 
 
 def _most_buffered(setting: str) -> int:
-    """Bytes that the system buffers at most in one direction of a TCP connection; more than any if it is not known."""
+    """Bytes that the system buffers at most in one direction of a TCP connection; more than any if
+    it is not known."""
     try:
         with open(f"/proc/sys/net/ipv4/{setting}", encoding="ascii") as file:
             return int(file.read().split()[2]) + _SLACK
@@ -76,7 +78,7 @@ class PeerConnection:
             if ring is not None:
                 ring.close()
 
-    # --- state ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def has_unsent(self) -> bool:
@@ -94,7 +96,7 @@ class PeerConnection:
         # the kernel still counts unsent bytes after the peer has reset the connection
         return self._queued(termios.TIOCOUTQ) > 0 and not self._reset
 
-    # --- for the search of deadlocks ------------------------------------------------------------------------
+    # --- for the search of deadlocks --------------------------------------------------------------
 
     @property
     def delivered(self) -> bool:
@@ -108,7 +110,8 @@ class PeerConnection:
 
     @property
     def unsent(self) -> int:
-        """Bytes of the first queued send that the system does not take while the peer reads nothing."""
+        """Bytes of the first queued send that the system does not take while the peer reads
+        nothing."""
         sender = self.sender
         if not sender.outbox or sender.peer_closed:
             return 0
@@ -127,7 +130,8 @@ class PeerConnection:
     def _reset(self) -> bool:
         """True if the peer can receive nothing any more."""
         poll = select.poll()
-        poll.register(self.descriptor, 0)  # errors and a hang-up are always reported
+        # Errors and a hang-up are always reported.
+        poll.register(self.descriptor, 0)
         return bool(poll.poll(0))
 
     def _queued(self, request: int) -> int:

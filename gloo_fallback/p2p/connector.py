@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from gloo_fallback.p2p.engine import P2PEngine
 
 _ATTEMPT_S = 1.0
-"""Seconds for which the progress thread waits for a peer that does not answer while sends to others wait."""
+"""Seconds for which the progress thread waits for a peer that does not answer while sends to others
+wait."""
 _MAX_ATTEMPT_S = 8.0
-"""Maximum of that time while only operations on existing connections are pending; it doubles with each attempt."""
+"""Maximum of that time while only operations on existing connections are pending; it doubles with
+each attempt."""
 
 
 class _PostponedError(Exception):
@@ -38,7 +40,8 @@ class Connector:
         self.queue: deque[PendingMessage] = deque()
         self._engine = engine
         self._endpoint = endpoint
-        self._lock = engine.lock  # held while the queue changes
+        # Held while the queue changes.
+        self._lock = engine.lock
         self._attempt_s = _ATTEMPT_S
 
     def has_queued_send_to(self, peer: int) -> bool:
@@ -47,7 +50,8 @@ class Connector:
             return any(pending.call.peer == peer for pending in self.queue)
 
     def connect(self, pending: PendingMessage, queued: bool = False) -> None:
-        """Connect to the peer of a send, which is ``queued`` if other peers' sends may wait for this attempt to end.
+        """Connect to the peer of a send, which is ``queued`` if other peers' sends may wait for
+        this attempt to end.
 
         Raises:
             RankLostError: the peer has ended.
@@ -80,7 +84,8 @@ class Connector:
         engine.add_connection(rank, sock)
 
     def connect_next(self) -> bool:
-        """Connect to the peer of the first send, and queue the send there; False if that was postponed."""
+        """Connect to the peer of the first send, and queue the send there; False if that was
+        postponed."""
         with self._lock:
             if not self.queue:
                 return True
@@ -92,14 +97,16 @@ class Connector:
                 self.connect(pending, queued=True)
                 self._attempt_s = _ATTEMPT_S
             except _PostponedError:
-                with self._lock:  # those to other peers first
+                # Those to other peers first.
+                with self._lock:
                     self.queue = deque(sorted(self.queue, key=lambda p: p.call.peer == peer))
                 return False
             except BaseException as e:
                 error = e
         with self._lock:
             if not self.queue or self.queue[0] is not pending:
-                return True  # aborted meanwhile
+                # Aborted meanwhile.
+                return True
             connection = engine.connection_to(peer)
             if error is not None:
                 self.queue.popleft()

@@ -1,16 +1,20 @@
-"""Point-to-point messages of a group: matched by (peer, tag) in order, with queues of unexpected messages.
+"""Point-to-point messages of a group: matched by (peer, tag) in order, with queues of unexpected
+messages.
 
-The sender makes the connection. A thread that waits runs progress: it reads from all of the group's message
-connections, so two ranks that send to each other before either receives do not deadlock, however large the messages.
-Progress of asynchronous operations that no thread waits for runs on a thread that sleeps in ``epoll``.
+The sender makes the connection. A thread that waits runs progress: it reads from all of the group's
+message connections, so two ranks that send to each other before either receives do not deadlock,
+however large the messages. Progress of asynchronous operations that no thread waits for runs on a
+thread that sleeps in ``epoll``.
 
-A blocking receive first polls its sender's ring or socket for a short time (the socket not if ranks outnumber cores),
-then sleeps on all connections. A small blocking send is one write to the ring, or one system call.
+A blocking receive first polls its sender's ring or socket for a short time (the socket not if ranks
+outnumber cores), then sleeps on all connections. A small blocking send is one write to the ring, or
+one system call.
 
-An exception of a signal's handler may end the thread's work at any point. So ``unsure`` is set before a connection, or
-what matches its messages, changes, and cleared once they are right again. Whoever finds it set leaves all as it is. The
-interrupted thread, which has released the lock by then, fails the group, else :meth:`P2PEngine.check_deadlines`. Only a
-receive that is interrupted while nothing changes, and of which nothing has come, is taken back.
+An exception of a signal's handler may end the thread's work at any point. So ``unsure`` is set
+before a connection, or what matches its messages, changes, and cleared once they are right again.
+Whoever finds it set leaves all as it is. The interrupted thread, which has released the lock by
+then, fails the group, else :meth:`P2PEngine.check_deadlines`. Only a receive that is interrupted
+while nothing changes, and of which nothing has come, is taken back.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ _BUFFER_BYTES = 1 << 16
 _MAX_RECEIVES = 16
 """Reads from one connection before the others are read."""
 _MOST_POLLED = 32
-"""With more connections than this, a receive from any source sleeps on all of them without polling their rings."""
+"""With more connections than this, a receive from any source sleeps on all of them without polling
+their rings."""
 
 
 class P2PEngine:
@@ -65,11 +70,16 @@ class P2PEngine:
         lock: held while connections, queues or messages change.
         open: the connections, by descriptor.
         buffer: received data without a known destination.
-        unsure: True while a thread that holds the lock changes connections; else a change was interrupted.
+        unsure: True while a thread that holds the lock changes connections; else a change was
+            interrupted.
     """
 
     def __init__(
-        self, state: GroupState, endpoint: Endpoint, spins: int, died: Callable[[BaseException], object]
+        self,
+        state: GroupState,
+        endpoint: Endpoint,
+        spins: int,
+        died: Callable[[BaseException], object],
     ) -> None:
         self.state = state
         self.context = context = state.context
@@ -80,8 +90,11 @@ class P2PEngine:
         self._connections: list[PeerConnection | None] = [None] * context.size
         self.open: dict[int, PeerConnection] = {}
         self.unsure = False
-        self._in_flight: set[PendingMessage] = set()  # what has not ended, wherever an interrupt has left it
-        self._matcher: MessageMatcher[PendingMessage, IncomingMessage] = MessageMatcher(context.size)
+        # What has not ended, wherever an interrupt has left it.
+        self._in_flight: set[PendingMessage] = set()
+        self._matcher: MessageMatcher[PendingMessage, IncomingMessage] = MessageMatcher(
+            context.size
+        )
         self._connector = Connector(self, endpoint)
         # operations that the group's failure ends, and its error, until they are finished
         self._ended: deque[tuple[PendingMessage, BaseException | None]] = deque()
@@ -91,10 +104,11 @@ class P2PEngine:
         self._progress = ProgressEngine(self, spins)
         self._callbacks = CallbackThread("unicoll-callbacks")
         self._closed = False
-        self._turn = 0  # the connection that the next receive from any source polls first
+        # The connection that the next receive from any source polls first.
+        self._turn = 0
         endpoint.listen(context.name, self.add_connection)
 
-    # --- the operations ---------------------------------------------------------------------------------------------
+    # --- the operations ---------------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
         """Send, receive or probe, and return when the array may be used again."""
@@ -171,7 +185,8 @@ class P2PEngine:
         return pending.completion.done()
 
     def _send_at_once(self, call: Call) -> bool:
-        """Send a small message in one system call; False if it was not sent, because another is queued before it."""
+        """Send a small message in one system call; False if it was not sent, because another is
+        queued before it."""
         connection = self._connections[call.peer]
         if connection is None or self.state.error is not None:
             return False
@@ -179,7 +194,8 @@ class P2PEngine:
             if self._connector.queue and self._connector.has_queued_send_to(call.peer):
                 return False
             if connection.sender.awaits_answer:
-                self._receive_available(connection)  # the answer may be there
+                # The answer may be there.
+                self._receive_available(connection)
             if self.unsure:
                 return False
             self.unsure = True
@@ -192,11 +208,13 @@ class P2PEngine:
         return sent
 
     def _receive_at_once(self, call: Call) -> bool:
-        """Receive a small message that is next in a sender's ring, if no other receive waits; False if none is."""
+        """Receive a small message that is next in a sender's ring, if no other receive waits; False
+        if none is."""
         if call.op is PROBE or not self._matcher.empty(call.peer):
             return False
         rings = self._rings(call.peer)
-        if not rings or self._progress.owner:  # of another thread, or of this one (see until_done)
+        # Of another thread, or of this one (see until_done).
+        if not rings or self._progress.owner:
             return False
         taken = False
         try:
@@ -226,7 +244,8 @@ class P2PEngine:
         return taken
 
     def _rings(self, peer: int) -> list[tuple[PeerConnection, RingReader]]:
-        """The connections that a receive from a peer, or from any, polls; none if some of them do not use a ring."""
+        """The connections that a receive from a peer, or from any, polls; none if some of them do
+        not use a ring."""
         if peer >= 0:
             connection = self._connections[peer]
             if connection is None:
@@ -237,7 +256,8 @@ class P2PEngine:
             count = len(connections)
             if count > _MOST_POLLED:
                 return []
-            if count > 1:  # start with another one each time: a busy sender must not keep the others waiting
+            # Start with another one each time: a busy sender must not keep the others waiting.
+            if count > 1:
                 self._turn = (self._turn + 1) % count
                 connections = connections[self._turn :] + connections[: self._turn]
         rings = []
@@ -276,7 +296,8 @@ class P2PEngine:
                     self._send_to_self(pending)
                 else:
                     self._queue(pending)
-        except DistError:  # the caller has no completion to wait for
+        except DistError:
+            # The caller has no completion to wait for.
             if not pending.completion.done():
                 self._cancel(pending)
             raise
@@ -286,10 +307,16 @@ class P2PEngine:
         """Queue a send behind earlier ones, also those that wait for the connection."""
         connection = self._connections[pending.call.peer]
         if connection is not None and connection.sender.awaits_answer:
-            self._receive_available(connection)  # the answer may be there
-        if connection is None or connection.closed or self._connector.has_queued_send_to(pending.call.peer):
+            # The answer may be there.
+            self._receive_available(connection)
+        if (
+            connection is None
+            or connection.closed
+            or self._connector.has_queued_send_to(pending.call.peer)
+        ):
             self._connector.queue.append(pending)
-            self._progress.wake()  # the thread that connects may sleep until data arrives
+            # The thread that connects may sleep until data arrives.
+            self._progress.wake()
             return
         self.change(connection.sender.enqueue, pending)
 
@@ -314,9 +341,10 @@ class P2PEngine:
             self.complete(message)
         self.finish(pending)
         if self._progress.active:
-            self._progress.wake()  # the receiver may sleep until data arrives
+            # The receiver may sleep until data arrives.
+            self._progress.wake()
 
-    # --- for ProgressEngine -------------------------------------------------------------------------------------------
+    # --- for ProgressEngine -----------------------------------------------------------------------
 
     def pending(self) -> bool:
         """True if any operation is pending."""
@@ -365,7 +393,8 @@ class P2PEngine:
         try:
             connection.receiver.receive(self.buffer)
         except BlockingIOError as error:
-            if error.errno is None:  # of a signal's handler
+            # Of a signal's handler.
+            if error.errno is None:
                 raise
             found = False
         except (OSError, EOFError) as error:
@@ -374,7 +403,8 @@ class P2PEngine:
         return found
 
     def change(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function that changes a connection, unless a change was interrupted; the caller holds the lock."""
+        """Call a function that changes a connection, unless a change was interrupted; the caller
+        holds the lock."""
         if self.unsure:
             return
         self.unsure = True
@@ -382,7 +412,8 @@ class P2PEngine:
         self.unsure = False
 
     def connection_ended(self, connection: PeerConnection, error: OSError | EOFError) -> None:
-        """Drop a connection whose read has raised, while ``unsure``; raise the exception if it is a handler's."""
+        """Drop a connection whose read has raised, while ``unsure``; raise the exception if it is a
+        handler's."""
         if isinstance(error, OSError) and raised_by_handler(error):
             raise error
         self.drop_connection(connection.peer, error)
@@ -397,7 +428,8 @@ class P2PEngine:
         died = operation_errors.first_dead_member(self.context)
         with self.lock:
             in_doubt = self.unsure
-            # the attempt to connect checks the first that waits for it, and names the address in its error
+            # the attempt to connect checks the first that waits for it, and names the address in
+            # its error
             operations = [*self._matcher.posted, *[*self._connector.queue][1:]]
             operations += [p for c in self.open.values() for p in c.sender.outbox]
             operations += [p for p in map(_receiver, self.open.values()) if p is not None]
@@ -415,14 +447,15 @@ class P2PEngine:
             if now >= pending.deadline and not pending.completion.done():
                 self._time_out(pending)
 
-    # --- connections ----------------------------------------------------------------------------------------------
+    # --- connections ------------------------------------------------------------------------------
 
     def connection_to(self, peer: int) -> PeerConnection | None:
         """The connection to a member, or None."""
         return self._connections[peer]
 
     def connect_pending(self) -> None:
-        """Make the connections that sends wait for, until a peer does not answer; on the progress thread."""
+        """Make the connections that sends wait for, until a peer does not answer; on the progress
+        thread."""
         while self._connector.queue and self._connector.connect_next():
             pass
 
@@ -430,7 +463,8 @@ class P2PEngine:
         """A connection was made from either side."""
         peer = self.context.ranks.index(global_rank)
         with self.lock:
-            # another thread may have dropped the connection, and closed its socket, since it arrived
+            # another thread may have dropped the connection, and closed its socket, since it
+            # arrived
             if self._closed or self._connections[peer] is not None or sock.fileno() < 0:
                 return
             connection = self._connections[peer] = PeerConnection(
@@ -438,14 +472,15 @@ class P2PEngine:
             )
             self.open[connection.descriptor] = connection
 
-    # --- callbacks of connections (under the lock) ------------------------------------------------------------------
+    # --- callbacks of connections (under the lock) ------------------------------------------------
 
     def is_awaited(self, peer: int, tag: int) -> bool:
         """True if a posted receive or probe matches such a message."""
         return self._matcher.is_awaited(peer, tag)
 
     def deliver(self, peer: int, tag: int, code: int, body: memoryview) -> bool:
-        """Copy a whole message into the posted receive that it matches and fits; False if there is none."""
+        """Copy a whole message into the posted receive that it matches and fits; False if there is
+        none."""
         pending = self._matcher.find_receive(peer, tag)
         if pending is None or not pending.call.accepts(code, len(body)):
             return False
@@ -463,7 +498,8 @@ class P2PEngine:
             self._matcher.match(pending, peer, tag, code, size)
             message.redirect_to(pending)
             return
-        message.allocate()  # if it fails, the receive is still posted, and fails with the connection
+        # If it fails, the receive is still posted, and fails with the connection.
+        message.allocate()
         if pending is not None:
             self._matcher.match(pending, peer, tag, code, size)
             message.mismatched = pending
@@ -482,7 +518,7 @@ class P2PEngine:
             )
             self.finish(receive, error)
 
-    # --- ends -----------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def finish(self, pending: PendingMessage, error: BaseException | None = None) -> None:
         """Finish a send whose data has left, or a receive."""
@@ -490,8 +526,10 @@ class P2PEngine:
         self._in_flight.discard(pending)
 
     def report_completed(self) -> None:
-        """Finish what the group's failure, or the end of a connection, has ended; called without the lock."""
-        # An entry is removed once it is finished, so an interrupt loses none. Another thread may finish it, too.
+        """Finish what the group's failure, or the end of a connection, has ended; called without
+        the lock."""
+        # An entry is removed once it is finished, so an interrupt loses none. Another thread may
+        # finish it, too.
         while self._ended or self._dropped:
             try:
                 while self._ended:
@@ -502,7 +540,8 @@ class P2PEngine:
                 dropped = self._dropped[0]
                 self._fail_operations(*dropped)
                 self._dropped.remove(dropped)
-            except (IndexError, ValueError):  # another thread was faster
+            except (IndexError, ValueError):
+                # Another thread was faster.
                 continue
 
     def drop_connection(self, peer: int, error: Exception | None = None) -> None:
@@ -523,7 +562,9 @@ class P2PEngine:
         if operations:
             self._dropped.append((peer, operations, error))
 
-    def _fail_operations(self, peer: int, operations: list[PendingMessage], error: Exception | None) -> None:
+    def _fail_operations(
+        self, peer: int, operations: list[PendingMessage], error: Exception | None
+    ) -> None:
         """Finish the operations of a dropped connection with the reason."""
         operations = [pending for pending in operations if not pending.completion.done()]
         if not operations:
@@ -549,7 +590,9 @@ class P2PEngine:
 
     def lost_error(self, call: Call, rank: int, reason: str) -> RankLostError:
         """The error of a send or receive that global rank ``rank`` can no longer take part in."""
-        return operation_errors.rank_lost_error(self.context, call, self.context.ranks.index(rank), reason)
+        return operation_errors.rank_lost_error(
+            self.context, call, self.context.ranks.index(rank), reason
+        )
 
     def timeout_error(
         self, pending: PendingMessage, begun: bool = False, others: str = ""
@@ -580,11 +623,13 @@ class P2PEngine:
             self.unsure = False
 
     def _withdraw(self, pending: PendingMessage) -> bool:
-        """Cancel a send or receive; True if part of its data had moved, so that its connection was closed."""
+        """Cancel a send or receive; True if part of its data had moved, so that its connection was
+        closed."""
         with self.lock:
             for connection in self.open.values():
                 begun = pending.begun and pending in connection.sender.outbox
-                if begun or _receiver(connection) is pending:  # the rest of the stream would be unreadable
+                # The rest of the stream would be unreadable.
+                if begun or _receiver(connection) is pending:
                     self.drop_connection(connection.peer)
                     return True
             self._matcher.cancel(pending)
@@ -603,17 +648,23 @@ class P2PEngine:
             self._connector.queue.clear()
             for peer in range(len(self._connections)):
                 self.drop_connection(peer)
-            self.unsure = False  # nothing is left that could be wrong
+            # Nothing is left that could be wrong.
+            self.unsure = False
         self.report_completed()
         self._progress.wake()
 
-    # --- for the search of deadlocks (MessageQueues) ----------------------------------------------------------------
+    # --- for the search of deadlocks (MessageQueues) ----------------------------------------------
 
     def needs_peer(self, call: Call) -> bool:
-        """True for a receive of which nothing has come, and for a queued send that needs the receiver to read."""
+        """True for a receive of which nothing has come, and for a queued send that needs the
+        receiver to read."""
         with self.lock:
             queues = [c.sender.outbox for c in self.open.values() if c.unsent > 0]
-            return any(pending.call is call for queue in (self._matcher.posted, *queues) for pending in queue)
+            return any(
+                pending.call is call
+                for queue in (self._matcher.posted, *queues)
+                for pending in queue
+            )
 
     def others(self, call: Call) -> str:
         """The messages with other tags that have come, for a text about a receive that waits."""
@@ -627,8 +678,12 @@ class P2PEngine:
             if connection is None or connection.closed:
                 return MessageState(delivered=not dials)
             delivered = connection.delivered and not dials
-            receive_space = -1 if self._progress.active or self.pending() else connection.receive_space
-            return MessageState(1, 1, delivered, connection.all_read, connection.unsent, receive_space)
+            receive_space = (
+                -1 if self._progress.active or self.pending() else connection.receive_space
+            )
+            return MessageState(
+                1, 1, delivered, connection.all_read, connection.unsent, receive_space
+            )
 
     @property
     def has_callbacks(self) -> bool:
@@ -645,7 +700,8 @@ class P2PEngine:
         """Make all pending operations raise, and close the connections; True if all was sent."""
         unsent = self._unsent()
         with self.lock:
-            self._closed = True  # a connection that arrives from now on would not be ended
+            # A connection that arrives from now on would not be ended.
+            self._closed = True
         self.abort()
         self._progress.close()
         self._callbacks.close()

@@ -1,4 +1,5 @@
-"""Frames, operations and messages of point-to-point communication, and the waker of its polling thread."""
+"""Frames, operations and messages of point-to-point communication, and the waker of its polling
+thread."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ MESSAGE: a message; its size. Its bytes follow.
 OFFER: the address of a ring follows; its size.
 ANSWER: whether the ring could be mapped: 0 or an error number.
 SWITCH: all further messages are in the ring.
-NOTICE: data was written to, or read from, a ring: the positions up to which its sender has written its own ring and
-read the peer's.
+NOTICE: data was written to, or read from, a ring: the positions up to which its sender has written
+its own ring and read the peer's.
 """
 
 
@@ -45,7 +46,8 @@ def message_header(code: int, tag: int, size: int) -> bytes:
 
 
 class Waker:
-    """Wakes the polling thread through an eventfd. After closing it does nothing: the descriptor may be reused."""
+    """Wakes the polling thread through an eventfd. After closing it does nothing: the descriptor
+    may be reused."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -96,7 +98,8 @@ class PendingMessage:
             self.completion.before_wait = lambda _: progress(self)
         self.deadline = time.monotonic() + call.timeout
         self.view = memoryview(b"")
-        if buffers := call.inputs or call.outputs:  # not a probe
+        # Not a probe.
+        if buffers := call.inputs or call.outputs:
             flat: Flat = buffers[0].flat  # type: ignore[assignment]
             self.view = flat.view(np.uint8).data
         self.begun = False

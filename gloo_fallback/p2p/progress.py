@@ -1,4 +1,5 @@
-"""Progress of a group's messages: run by a waiting thread, otherwise by a thread that sleeps in ``epoll``."""
+"""Progress of a group's messages: run by a waiting thread, otherwise by a thread that sleeps in
+``epoll``."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ log = logs.logger("gloo")
 
 _TICK_S = 0.1
 _SLACK_S = 1.0
-"""How long after its deadline the thread that runs progress may end an operation; then a waiting thread does."""
+"""How long after its deadline the thread that runs progress may end an operation; then a waiting
+thread does."""
 _EVENTS = 64
 _POLLS = 4
 """Number of polls of a ring that take as long as one poll of a socket."""
@@ -56,20 +58,24 @@ class ProgressEngine:
         self._engine = engine
         self._waker = Waker()
         self.poll.register(self._waker.descriptor, select.EPOLLIN)
-        # It knows its owner, so that a thread that is interrupted behind the acquisition can release it (give_back).
+        # It knows its owner, so that a thread that is interrupted behind the acquisition can
+        # release it (give_back).
         self._progress_lock = threading.RLock()
         self.owner = 0
         self._lock = threading.Lock()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
         self._thread = LazyThread("unicoll-messages")
-        self._thread_active = False  # True if the progress thread will check for pending work
-        self._waiters = 0  # callers that wait to take over from the progress thread
+        # True if the progress thread will check for pending work.
+        self._thread_active = False
+        # Callers that wait to take over from the progress thread.
+        self._waiters = 0
         self._closed = False
         self._checked_at = 0.0
         self._rounds = 0
 
     def until_done(self, pending: PendingMessage) -> None:
-        """Run progress until ``pending`` is done, or wait for it while another thread runs progress."""
+        """Run progress until ``pending`` is done, or wait for it while another thread runs
+        progress."""
         completion = pending.completion
         # in a finalizer or a signal's handler that makes a call while this thread runs progress
         held = self.owner != 0 and self.owner == get_ident()
@@ -82,7 +88,8 @@ class ProgressEngine:
                 else:
                     try:
                         completion.wait(_TICK_S)
-                    except OperationTimeoutError:  # not done in this tick
+                    except OperationTimeoutError:
+                        # Not done in this tick.
                         now = time.monotonic()
                         # The thread that runs progress has not checked it: it may never go on.
                         if now >= pending.deadline + _SLACK_S:
@@ -105,15 +112,18 @@ class ProgressEngine:
             self._progress_lock.release()
 
     def try_acquire(self) -> bool:
-        """Acquire the progress lock, which the calling thread does not hold, unless another thread does."""
+        """Acquire the progress lock, which the calling thread does not hold, unless another thread
+        does."""
         if not self._progress_lock.acquire(False):
             return False
         self.owner = get_ident()
         return True
 
     def give_back(self, held: bool) -> None:
-        """Release the progress lock if the calling thread has it, and had it not before (``held``)."""
-        if not held and self._progress_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition does
+        """Release the progress lock if the calling thread has it, and had it not before
+        (``held``)."""
+        # As threading.Condition does.
+        if not held and self._progress_lock._is_owned():  # type: ignore[attr-defined]
             self.release()
 
     def release(self) -> None:
@@ -124,7 +134,8 @@ class ProgressEngine:
             self.wake_thread()
 
     def _acquire_progress(self) -> bool:
-        """Acquire the progress lock, unless another caller holds it; the progress thread gives it up."""
+        """Acquire the progress lock, unless another caller holds it; the progress thread gives it
+        up."""
         if self._progress_lock.acquire(False):
             self.owner = get_ident()
             return True
@@ -162,7 +173,8 @@ class ProgressEngine:
                 connects = self._engine.has_queued_connects
                 self._engine.connect_pending()
                 if connects:
-                    # A caller that runs progress sleeps on other connections; its send may have left on the new one.
+                    # A caller that runs progress sleeps on other connections; its send may have
+                    # left on the new one.
                     self._waker.wake()
                 with self._lock:
                     given_up = self._waiters and not self._engine.has_queued_connects
@@ -173,17 +185,20 @@ class ProgressEngine:
                     continue
                 self.owner = get_ident()
                 try:
-                    if self._engine.pending():  # another thread may have completed everything meanwhile
+                    # Another thread may have completed everything meanwhile.
+                    if self._engine.pending():
                         self._progress_once()
                 finally:
                     self.owner = 0
                     self._progress_lock.release()
 
     def _progress_once(self, pending: PendingMessage | None = None) -> None:
-        """Run one round of progress, waiting a tick at most; ``pending`` is the operation that the caller waits for."""
+        """Run one round of progress, waiting a tick at most; ``pending`` is the operation that the
+        caller waits for."""
         self._rounds = rounds = self._rounds + 1
         done = False
-        if rounds % _FAIR_INTERVAL == 0:  # one busy connection must not block the others
+        # One busy connection must not block the others.
+        if rounds % _FAIR_INTERVAL == 0:
             self.receive_available()
             done = pending is not None and pending.completion.done()
         if not done and (pending is None or not self._spin(pending)):
@@ -201,32 +216,39 @@ class ProgressEngine:
         self._engine.report_completed()
 
     def _wait(self, pending: PendingMessage | None) -> None:
-        """Wait for data; for a receive from any source after polling all connections a few times."""
+        """Wait for data; for a receive from any source after polling all connections a few
+        times."""
         if pending is not None and pending.call.peer < 0:
             for _ in range(self._spins):
                 if self._receive_shared(False) or self._serve_events(0):
                     return
         self._serve_events(0 if self._receive_shared(True) else _TICK_S)
 
-    # --- polling --------------------------------------------------------------------------------------------
+    # --- polling ----------------------------------------------------------------------------------
 
     def poll_ring(self, reader: RingReader) -> bool:
         """Poll for data in a ring for a short time; True once there is some."""
         reader.await_data(False)
         return reader.poll(_POLLS * self._spins, self._yields)
 
-    def poll_rings(self, rings: Sequence[tuple[PeerConnection, RingReader]]) -> PeerConnection | None:
-        """Poll the rings of connections for a short time; the first connection with data, or None."""
+    def poll_rings(
+        self, rings: Sequence[tuple[PeerConnection, RingReader]]
+    ) -> PeerConnection | None:
+        """Poll the rings of connections for a short time; the first connection with data, or
+        None."""
         if len(rings) == 1:
             connection, reader = rings[0]
             return connection if self.poll_ring(reader) else None
         for _, reader in rings:
             reader.await_data(False)
-        found = poll_any([reader for _, reader in rings], _POLLS * self._spins // len(rings), self._yields)
+        found = poll_any(
+            [reader for _, reader in rings], _POLLS * self._spins // len(rings), self._yields
+        )
         return None if found < 0 else rings[found][0]
 
     def _spin(self, pending: PendingMessage) -> bool:
-        """Poll the connection of an operation for a short time; True if something may have moved."""
+        """Poll the connection of an operation for a short time; True if something may have
+        moved."""
         engine, peer = self._engine, pending.call.peer
         connection = engine.connection_to(peer) if peer >= 0 else None
         if connection is None:
@@ -244,7 +266,8 @@ class ProgressEngine:
                 try:
                     receive(buffer)
                 except BlockingIOError as error:
-                    if error.errno is None:  # of a signal's handler
+                    # Of a signal's handler.
+                    if error.errno is None:
                         raise
                     engine.unsure = False
                     continue
@@ -255,7 +278,8 @@ class ProgressEngine:
         return False
 
     def _poll_rings(self, connection: PeerConnection, reader: RingReader) -> bool:
-        """Poll for data from a peer, and for space for a queued send to it; then receive and send."""
+        """Poll for data from a peer, and for space for a queued send to it; then receive and
+        send."""
         sender = connection.sender
         if not sender.outbox:
             if not self.poll_ring(reader):
@@ -264,7 +288,11 @@ class ProgressEngine:
             reader.await_data(False)
             for _ in range(self._yields):
                 with self._engine.lock:
-                    if connection.receiver.has_shared_data or sender.ring_has_space or connection.closed:
+                    if (
+                        connection.receiver.has_shared_data
+                        or sender.ring_has_space
+                        or connection.closed
+                    ):
                         break
                 os.sched_yield()
             else:
@@ -302,7 +330,7 @@ class ProgressEngine:
                     self._receive_from_ring(connection)
         return found
 
-    # --- events ---------------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def _serve_events(self, timeout: float) -> bool:
         """Handle the events that come within ``timeout`` seconds; False if there are none."""
@@ -329,7 +357,8 @@ class ProgressEngine:
         self._waker.wake()
         self._wakeups.put(False)
         self._thread.join(2.0)
-        held_here = self.owner == get_ident()  # see until_done
+        # See until_done.
+        held_here = self.owner == get_ident()
         if held_here or self._progress_lock.acquire(timeout=2.0):
             self._waker.close()
             self.poll.close()

@@ -1,4 +1,5 @@
-"""The receives of one message connection: frames from the socket, and messages from the ring of shared memory.
+"""The receives of one message connection: frames from the socket, and messages from the ring of
+shared memory.
 
 Nothing blocks: receiving reads the data that has arrived. The caller holds the engine's lock.
 """
@@ -69,10 +70,11 @@ class MessageReceiver:
         self._channel = sock if isinstance(sock, Channel) else None
         self._share = share
         self._sender = sender
-        self._partial_header = bytearray()  # received bytes of an incomplete header
+        # Received bytes of an incomplete header.
+        self._partial_header = bytearray()
         self._offered: IncomingMessage | None = None
 
-    # --- state ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def has_shared_data(self) -> bool:
@@ -80,15 +82,17 @@ class MessageReceiver:
         try:
             return self.shared and self.reader is not None and self.reader.available > 0
         except OSError:
-            return True  # reading it raises the error
+            # Reading it raises the error.
+            return True
 
     @property
     def has_unread(self) -> bool:
-        """True if a message is incomplete, or received data was not handled; data in the socket does not count."""
+        """True if a message is incomplete, or received data was not handled; data in the socket
+        does not count."""
         unread = self._partial_header or (self._channel is not None and self._channel.pending)
         return bool(self.message or unread or self.has_shared_data)
 
-    # --- receive --------------------------------------------------------------------------------------------
+    # --- receive ----------------------------------------------------------------------------------
 
     def receive(self, inbox: memoryview) -> None:
         """Receive the data that has arrived.
@@ -111,7 +115,8 @@ class MessageReceiver:
             self._sender.flush()
 
     def _receive_from_both(self, inbox: memoryview) -> None:
-        """Receive frames, and messages in the ring, which are not announced while this side polls."""
+        """Receive frames, and messages in the ring, which are not announced while this side
+        polls."""
         try:
             self._receive_once(inbox)
             self._receive_pending(inbox)
@@ -122,7 +127,8 @@ class MessageReceiver:
             raise
         except (OSError, EOFError):
             while self.receive_shared():
-                pass  # what the peer has written before
+                # What the peer has written before.
+                pass
             raise
         else:
             self.receive_shared()
@@ -216,13 +222,13 @@ class MessageReceiver:
         else:
             self._engine.complete(message)
 
-    # --- the ring -------------------------------------------------------------------------------------------
+    # --- the ring ---------------------------------------------------------------------------------
 
     def receive_shared(self) -> bool:
         """Receive messages, or chunks of one, from the ring; False if it is empty.
 
-        After a message that matched a posted receive, a message that nothing awaits is left in the ring, so that a
-        receive posted later can read it without another copy.
+        After a message that matched a posted receive, a message that nothing awaits is left in the
+        ring, so that a receive posted later can read it without another copy.
 
         Raises:
             OSError: the ring is invalid.
@@ -259,7 +265,8 @@ class MessageReceiver:
         return reader.position != start
 
     def take(self, call: Call) -> bool:
-        """Complete a receive with the next message in the ring, if that has one chunk and matches; False if not.
+        """Complete a receive with the next message in the ring, if that has one chunk and matches;
+        False if not.
 
         Raises:
             OSError: the ring is invalid.
@@ -285,14 +292,16 @@ class MessageReceiver:
         return True
 
     def _handle_notice(self, written: int, read: int) -> None:
-        """Store the peer's positions, if they are not read from the shared memory; continue to send and receive."""
+        """Store the peer's positions, if they are not read from the shared memory; continue to send
+        and receive."""
         reader, writer = self.reader, self._sender.writer
         if writer is not None and not writer.strong:
             writer.read = read
         if reader is not None and not reader.strong:
             reader.written = written
             while self.shared and self.receive_shared():
-                pass  # messages that follow on the socket are later ones
+                # Messages that follow on the socket are later ones.
+                pass
         self._sender.flush()
 
     def _accept_offer(self, offer: IncomingMessage) -> None:

@@ -1,7 +1,8 @@
-"""The sends of one message connection: queued, and written to the socket or the ring of shared memory.
+"""The sends of one message connection: queued, and written to the socket or the ring of shared
+memory.
 
-Nothing blocks. Sending stops when the socket or the ring is full, and :meth:`MessageSender.flush` continues it. The
-caller holds the engine's lock.
+Nothing blocks. Sending stops when the socket or the ring is full, and :meth:`MessageSender.flush`
+continues it. The caller holds the engine's lock.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class MessageSender:
         poll: the epoll object at which it is registered.
         share: True if messages may use shared memory.
         finish: called with each queued send whose data has left.
-        log: called with the reason if the peer is on this host, and messages cannot use shared memory.
+        log: called with the reason if the peer is on this host, and messages cannot use shared
+            memory.
 
     Attributes:
         outbox: the queued sends; part of the first may have left.
@@ -79,7 +81,7 @@ class MessageSender:
         self.control_frames = bytearray()
         self.remainder = memoryview(b"")
 
-    # --- state ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def queued(self) -> bool:
@@ -98,7 +100,8 @@ class MessageSender:
 
     @property
     def ring_has_space(self) -> bool | None:
-        """True if the ring has space for the next part of the first queued message; None if that uses the socket."""
+        """True if the ring has space for the next part of the first queued message; None if that
+        uses the socket."""
         first = self.outbox[0] if self.outbox else None
         writer = None if first is None else self._ring_of(len(first.view))
         if first is None or writer is None:
@@ -108,17 +111,19 @@ class MessageSender:
     def _ring_of(self, size: int) -> RingWriter | None:
         """The ring, if a message of this size uses it now.
 
-        If positions are exchanged in notices, a small message takes less time in the notice's place.
+        If positions are exchanged in notices, a small message takes less time in the notice's
+        place.
         """
         writer = self.writer
         if not self.shared or writer is None:
             return None
         return writer if writer.strong or size >= INLINE_LIMIT else None
 
-    # --- messages -------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def try_send(self, call: Call) -> bool:
-        """Send a message of one chunk, if none is queued before it and the socket or the ring takes all of it now."""
+        """Send a message of one chunk, if none is queued before it and the socket or the ring takes
+        all of it now."""
         if self.outbox or self.peer_closed:
             return False
         buffer, tag = call.inputs[0], call.tag
@@ -136,7 +141,13 @@ class MessageSender:
                 self.notify()
             return True
         must_switch = not self.shared and self.writer is not None and self.writer.ready
-        if size > INLINE_LIMIT or self.remainder or self.control_frames or self._may_offer or must_switch:
+        if (
+            size > INLINE_LIMIT
+            or self.remainder
+            or self.control_frames
+            or self._may_offer
+            or must_switch
+        ):
             return False
         joined = message_header(code, tag, size) + flat.tobytes()
         try:
@@ -174,7 +185,9 @@ class MessageSender:
     def _block(self, blocked: bool) -> None:
         if blocked is not self.blocked:
             self.blocked = blocked
-            self._poll.modify(self._descriptor, select.EPOLLIN | (select.EPOLLOUT if blocked else 0))
+            self._poll.modify(
+                self._descriptor, select.EPOLLIN | (select.EPOLLOUT if blocked else 0)
+            )
 
     def _advance(self) -> bool:
         """Make one step of sending; False if nothing is queued or the ring is full."""
@@ -205,7 +218,8 @@ class MessageSender:
 
     def _begin_send(self, pending: PendingMessage) -> bool:
         if self.control_frames:
-            return True  # the offer of a ring, or the switch to it, is sent first
+            # The offer of a ring, or the switch to it, is sent first.
+            return True
         size, header = len(pending.view), pending.header()
         joined = size <= INLINE_LIMIT
         data = header + pending.view if joined else header
@@ -217,7 +231,8 @@ class MessageSender:
         except BlockingIOError as e:
             if not isinstance(self._sock, Channel) or raised_by_handler(e):
                 raise
-            sent = 0  # part of its record may have left, so it must be sent next
+            # Part of its record may have left, so it must be sent next.
+            sent = 0
         self.remainder = memoryview(data)[sent:]
         pending.offset = size if joined else max(0, sent - len(header))
         pending.begun = True
@@ -248,10 +263,11 @@ class MessageSender:
         else:
             pending.begun = writer.begin(code, tag, size)
             if pending.begun and not writer.strong:
-                pending.offset = writer.write(pending.view)  # one notice for both
+                # One notice for both.
+                pending.offset = writer.write(pending.view)
         return pending.begun
 
-    # --- control frames -------------------------------------------------------------------------------------
+    # --- control frames ---------------------------------------------------------------------------
 
     def notify(self) -> None:
         """Tell the peer that there is data, or space, in a ring."""
@@ -263,7 +279,8 @@ class MessageSender:
         return frame(NOTICE, written, self.reader.position if self.reader is not None else 0)
 
     def _agree_on_ring(self) -> None:
-        """Switch to the ring if the peer has mapped it; before the first message offer one to a peer on this host."""
+        """Switch to the ring if the peer has mapped it; before the first message offer one to a
+        peer on this host."""
         if self.writer is not None and self.writer.ready:
             self.shared = True
             self.control_frames += frame(SWITCH)

@@ -1,1 +1,2 @@
-"""Shared memory between the ranks of a host: segments, slots, futexes, and rings for large messages."""
+"""Shared memory between the ranks of a host: segments, slots, futexes, and rings for large
+messages."""

@@ -1,9 +1,10 @@
-"""Waiting on words of shared memory until another process wakes the waiter: Linux futexes and POSIX semaphores.
+"""Waiting on words of shared memory until another process wakes the waiter: Linux futexes and POSIX
+semaphores.
 
-``sleep`` returns at once if the word differs from the expected value; the kernel compares under the lock that
-``wake`` also takes. Semaphores are for processors with a weak memory order: writes before a post are visible after
-the matching wait on every processor (POSIX.1-2017, XBD 4.12: ``sem_post`` and ``sem_trywait`` "synchronize memory
-with respect to other threads").
+``sleep`` returns at once if the word differs from the expected value; the kernel compares under the
+lock that ``wake`` also takes. Semaphores are for processors with a weak memory order: writes before
+a post are visible after the matching wait on every processor (POSIX.1-2017, XBD 4.12: ``sem_post``
+and ``sem_trywait`` "synchronize memory with respect to other threads").
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def has_futex() -> bool:
 
 
 def sleep(address: int, expected: int, seconds: float) -> None:
-    """Sleep while the 32-bit word at ``address`` is ``expected``, until woken, for ``seconds`` at most."""
+    """Sleep while the 32-bit word at ``address`` is ``expected``, until woken, for ``seconds`` at
+    most."""
     limit = _Timespec.of(seconds)
     _syscall(_number, address, _WAIT, expected, ctypes.addressof(limit), None, 0)
 

@@ -1,8 +1,10 @@
-"""Arrays in the memory of other processes of this host, read by ``process_vm_readv`` (Linux, "cross-memory attach").
+"""Arrays in the memory of other processes of this host, read by ``process_vm_readv`` (Linux,
+"cross-memory attach").
 
-The kernel copies from one process to the other, so large data need no copy into shared memory. It allows that to a
-process that may trace the other one (ptrace(2), "Ptrace access mode checking"): by default one of the same user. Yama's
-``ptrace_scope`` and some containers forbid it; the group then uses its slots.
+The kernel copies from one process to the other, so large data need no copy into shared memory. It
+allows that to a process that may trace the other one (ptrace(2), "Ptrace access mode checking"): by
+default one of the same user. Yama's ``ptrace_scope`` and some containers forbid it; the group then
+uses its slots.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ if TYPE_CHECKING:
 log = logs.logger("gloo")
 
 READ_MIN, OVERSUBSCRIBED_READ_MIN = 1 << 22, 1 << 24
-"""Bytes of a collective from which reading is faster than slots where the system reads fast; the second one if ranks
-outnumber cores."""
+"""Bytes of a collective from which reading is faster than slots where the system reads fast; the
+second one if ranks outnumber cores."""
 SLOW_SCATTER_MIN = 1 << 24
-"""The same for a scatter where it reads slowly: through the slots the root makes all copies one after the other."""
+"""The same for a scatter where it reads slowly: through the slots the root makes all copies one
+after the other."""
 _NEVER = 1 << 62
 _SAMPLE = 1 << 18
 _TIMED_COPIES = 5
-_reads_are_fast: bool | None = None  # measured in the process's first group
+# Measured in the process's first group.
+_reads_are_fast: bool | None = None
 _TOKEN = np.dtype(np.int64)
 
 
@@ -58,7 +62,8 @@ def address_of(array: Flat) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PeerArray:
-    """A one-dimensional array in the memory of another process, which keeps it until all have read it.
+    """A one-dimensional array in the memory of another process, which keeps it until all have read
+    it.
 
     Attributes:
         pid: of the process.
@@ -107,11 +112,14 @@ class PeerMemory:
 
 
 def find_peer_memory(slots: Slots, oversubscribed: bool) -> PeerMemory | None:
-    """The memory of the ranks of ``slots``; None on all of them if one cannot read another's. They all call this."""
+    """The memory of the ranks of ``slots``; None on all of them if one cannot read another's. They
+    all call this."""
     if slots.size == 1:
         return None
     setting = environment.choice("UNICOLL_PEER_MEMORY")
-    sample = np.frombuffer(secrets.token_bytes(_TOKEN.itemsize), _TOKEN).repeat(_SAMPLE // _TOKEN.itemsize)
+    sample = np.frombuffer(secrets.token_bytes(_TOKEN.itemsize), _TOKEN).repeat(
+        _SAMPLE // _TOKEN.itemsize
+    )
     enabled = _read is not None and setting != "off"
     minimum = OVERSUBSCRIBED_READ_MIN if oversubscribed else READ_MIN
     slots.next_slot(slots.rank, 0, 5, _TOKEN)[:] = (
@@ -125,32 +133,41 @@ def find_peer_memory(slots: Slots, oversubscribed: bool) -> PeerMemory | None:
     rows = [slots.last_slot(rank, 0, 5, _TOKEN).tolist() for rank in range(slots.size)]
     # in another namespace of processes the number may be that of another one: the token shows that
     able = enabled and all(
-        row[0] and _reads(row[1], row[2], row[3]) for rank, row in enumerate(rows) if rank != slots.rank
+        row[0] and _reads(row[1], row[2], row[3])
+        for rank, row in enumerate(rows)
+        if rank != slots.rank
     )
     if not slots.sync_step_checked(None, 0 if able else -1):
         return None
     fast = setting == "always" or _measure_reading(slots, *rows[slots.rank - 1][1:3])
     fast = slots.sync_step_checked(None, 0 if fast else -1)
     pids, minimum = [row[1] for row in rows], max(row[4] for row in rows)
-    return PeerMemory(pids, minimum, minimum) if fast else PeerMemory(pids, _NEVER, SLOW_SCATTER_MIN)
+    return (
+        PeerMemory(pids, minimum, minimum) if fast else PeerMemory(pids, _NEVER, SLOW_SCATTER_MIN)
+    )
 
 
 def _measure_reading(slots: Slots, pid: int, address: int) -> bool:
-    """True if the system copies a sample from another rank in less time than it takes to a slot and from a slot.
+    """True if the system copies a sample from another rank in less time than it takes to a slot and
+    from a slot.
 
-    That depends on the processor and the system, so a process measures it once. The slots hold nothing else then.
+    That depends on the processor and the system, so a process measures it once. The slots hold
+    nothing else then.
     """
     global _reads_are_fast
     if _reads_are_fast is not None:
         return _reads_are_fast
     near = np.empty(_SAMPLE // _TOKEN.itemsize, _TOKEN)
-    own, other = (slots.next_slot(rank, 0, near.size, _TOKEN) for rank in (slots.rank, slots.rank - 1))
+    own, other = (
+        slots.next_slot(rank, 0, near.size, _TOKEN) for rank in (slots.rank, slots.rank - 1)
+    )
     reads, copies = [], []
     for _ in range(_TIMED_COPIES):
         start = time.perf_counter()
         try:
             _copy(pid, address, address_of(near), near.nbytes)
-        except OSError:  # the other rank has ended, which the next step reports
+        except OSError:
+            # The other rank has ended, which the next step reports.
             return False
         read = time.perf_counter()
         own[:] = near
@@ -160,7 +177,8 @@ def _measure_reading(slots: Slots, pid: int, address: int) -> bool:
         copies.append(copied - read)
     _reads_are_fast = min(reads) < min(copies)
     log.debug(
-        "reading %d KiB of another rank's memory takes %.0f us, copies to and from shared memory %.0f us",
+        "reading %d KiB of another rank's memory takes %.0f us, copies to and from shared memory"
+        " %.0f us",
         _SAMPLE >> 10,
         min(reads) * 1e6,
         min(copies) * 1e6,
@@ -169,7 +187,8 @@ def _measure_reading(slots: Slots, pid: int, address: int) -> bool:
 
 
 def is_readable(array: Flat) -> bool:
-    """True if other processes can read an array of this one; false for memory that a device driver has mapped."""
+    """True if other processes can read an array of this one; false for memory that a device driver
+    has mapped."""
     if not array.nbytes:
         return True
     assert _read is not None

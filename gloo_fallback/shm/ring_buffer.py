@@ -1,28 +1,32 @@
-"""A ring of shared memory for the messages from one rank of a host to another, one for each direction.
+"""A ring of shared memory for the messages from one rank of a host to another, one for each
+direction.
 
-The sender creates the ring with its first message to a peer and offers it over their authenticated connection. A peer
-that cannot map it answers with an error number, and all messages use the socket. Messages use the socket until the
-peer has mapped the ring, so no send waits for the answer. The size of the ring is fixed, whatever the message size.
+The sender creates the ring with its first message to a peer and offers it over their authenticated
+connection. A peer that cannot map it answers with an error number, and all messages use the socket.
+Messages use the socket until the peer has mapped the ring, so no send waits for the answer. The
+size of the ring is fixed, whatever the message size.
 
-A message in the ring is a header followed by its bytes, padded to the size of a header. A message of one chunk is
-written as a whole if there is space, and then does not wrap around the end of the ring: if it does not fit before the
-end, a header of kind ``_SKIP`` marks that the next header is at the start. A larger message is written, and read, in
-chunks, so that both sides copy at the same time. While the ring is empty, messages that are written as a whole start
-again at its beginning, so that they use few pages, which stay in the processors' caches; not if positions are exchanged
-in notices, because the reader would have to send one for the skipped bytes.
+A message in the ring is a header followed by its bytes, padded to the size of a header. A message
+of one chunk is written as a whole if there is space, and then does not wrap around the end of the
+ring: if it does not fit before the end, a header of kind ``_SKIP`` marks that the next header is at
+the start. A larger message is written, and read, in chunks, so that both sides copy at the same
+time. While the ring is empty, messages that are written as a whole start again at its beginning, so
+that they use few pages, which stay in the processors' caches; not if positions are exchanged in
+notices, because the reader would have to send one for the skipped bytes.
 
-Positions count bytes since the ring was created. A side that is about to sleep sets a flag in the ring, and
-sleeps on the socket; the other side then sends a notice through the socket. So waiting is sleeping on a socket, and
-the end of the connection reports a dead peer, with or without a ring.
+Positions count bytes since the ring was created. A side that is about to sleep sets a flag in the
+ring, and sleeps on the socket; the other side then sends a notice through the socket. So waiting is
+sleeping on a socket, and the end of the connection reports a dead peer, with or without a ring.
 
-Memory order. On x86 the positions are plain words of the shared memory: stores become visible in order, and no access
-moves before an older load. A store of a position is followed by a full barrier before the other side's flag is read,
-and a store of a flag by one before the position is read again; so one side sees the store of the other. On other
-processors positions are exchanged only in notices, one for each chunk. Sending and receiving them are system calls:
-the kernel passes the bytes under locks, which order memory on every processor.
+Memory order. On x86 the positions are plain words of the shared memory: stores become visible in
+order, and no access moves before an older load. A store of a position is followed by a full barrier
+before the other side's flag is read, and a store of a flag by one before the position is read
+again; so one side sees the store of the other. On other processors positions are exchanged only in
+notices, one for each chunk. Sending and receiving them are system calls: the kernel passes the
+bytes under locks, which order memory on every processor.
 
-process_vm_readv would need one copy instead of two, but is slower: the kernel pins every page it reads, which costs
-more than a second copy within the cache, and only the receiver does the work.
+process_vm_readv would need one copy instead of two, but is slower: the kernel pins every page it
+reads, which costs more than a second copy within the cache, and only the receiver does the work.
 """
 
 from __future__ import annotations
@@ -47,18 +51,21 @@ _ALIGN = _HEADER.size
 RING = (1 << 21) + (1 << 12)
 """Size of a ring in bytes: two messages of 1 MiB fit with their headers."""
 CHUNK = 1 << 18
-"""Maximum bytes of a message that is written as a whole, and bytes of a larger one that are copied at a time."""
+"""Maximum bytes of a message that is written as a whole, and bytes of a larger one that are copied
+at a time."""
 _NOTICE_CHUNK = 1 << 19
 """Instead of :data:`CHUNK`, for rings whose positions are exchanged in notices."""
 _CHECK_BYTES = RING // 4
 """Bytes that the reader reads between two checks whether the sender waits for space."""
 _RESTART = 1 << 17
-"""Past this position a message that is written as a whole starts at the beginning of the ring, if the ring is empty."""
+"""Past this position a message that is written as a whole starts at the beginning of the ring, if
+the ring is empty."""
 _COPY_WITH_GIL = 1 << 16
 """Up to this many bytes the copy keeps the GIL: releasing it costs more than the copy."""
 _WRITTEN, _SPACE_AWAITED, _READ, _DATA_AWAITED = 0, 1, 16, 17
-"""64-bit words: positions, and the flags set by a side that is about to sleep. The words that one side writes often
-are two cache lines apart from those of the other, because processors fetch lines in pairs."""
+"""64-bit words: positions, and the flags set by a side that is about to sleep. The words that one
+side writes often are two cache lines apart from those of the other, because processors fetch lines
+in pairs."""
 _WORDS = 32
 
 
@@ -89,7 +96,8 @@ class _RingSide:
 
     def _take_flag(self, word: int) -> bool:
         """Clear the flag of the other side; True if it was set, so that a notice is necessary."""
-        with self._barrier:  # a full barrier: the position is visible before the flag is read
+        # A full barrier: the position is visible before the flag is read.
+        with self._barrier:
             if not self.words[word]:
                 return False
         self.words[word] = 0
@@ -126,7 +134,8 @@ class RingWriter(_RingSide):
         return RING - self.position + (self.words[_READ] if self.strong else self.read)
 
     def put(self, code: int, tag: int, data: bytes | memoryview) -> bool:
-        """Write a whole message of at most :data:`CHUNK` bytes; False if there is no space for it."""
+        """Write a whole message of at most :data:`CHUNK` bytes; False if there is no space for
+        it."""
         at, need, free = self.position % RING, _ALIGN + _padded(len(data)), self.free
         left = RING - at
         if left < need or (self.strong and free == RING and at >= max(need, _RESTART)):
@@ -218,7 +227,8 @@ class RingReader(_RingSide):
             raise OSError(errno.EPROTO, "not a ring")
         super().__init__(segment, strong)
         self.written = 0
-        self._checked = 0  # the position at the last check whether the sender waits
+        # The position at the last check whether the sender waits.
+        self._checked = 0
 
     @property
     def available(self) -> int:
@@ -233,7 +243,8 @@ class RingReader(_RingSide):
         return count
 
     def header(self) -> tuple[int, int, int] | None:
-        """Dtype code, tag and size of the next message, of which something is available; None if nothing is.
+        """Dtype code, tag and size of the next message, of which something is available; None if
+        nothing is.
 
         Raises:
             OSError: there is no header.
@@ -253,7 +264,8 @@ class RingReader(_RingSide):
         raise OSError(errno.EPROTO, "invalid header in a ring")
 
     def body(self, size: int) -> memoryview | None:
-        """The bytes after the next header, if the message has one chunk and all of it is available."""
+        """The bytes after the next header, if the message has one chunk and all of it is
+        available."""
         start = self.position % RING + _ALIGN
         if size > CHUNK or _ALIGN + size > self.available or start + size > RING:
             return None
@@ -278,13 +290,15 @@ class RingReader(_RingSide):
         return count
 
     def await_data(self, awaited: bool = True) -> bool:
-        """Ask for a notice of data, or for none while this side polls; True if something was written already."""
+        """Ask for a notice of data, or for none while this side polls; True if something was
+        written already."""
         self.words[_DATA_AWAITED] = awaited
         with self._barrier:
             return self.position != (self.words[_WRITTEN] if self.strong else self.written)
 
     def poll(self, rounds: int, yields: int) -> bool:
-        """Poll for data, then yield the processor between polls; True once data has come. Needs no lock."""
+        """Poll for data, then yield the processor between polls; True once data has come. Needs no
+        lock."""
         words, position = self.words, self.position
         for _ in range(rounds):
             if words[_WRITTEN] != position:
@@ -299,7 +313,8 @@ class RingReader(_RingSide):
     def must_notify(self) -> bool:
         """True if the sender has to be told that there is space.
 
-        A sender without space waits while less than a chunk is free, so a check every ``_CHECK_BYTES`` finds it.
+        A sender without space waits while less than a chunk is free, so a check every
+        ``_CHECK_BYTES`` finds it.
         """
         if self.position - self._checked < _CHECK_BYTES:
             return False
@@ -308,7 +323,8 @@ class RingReader(_RingSide):
 
 
 def poll_any(readers: Sequence[RingReader], rounds: int, yields: int) -> int:
-    """:meth:`RingReader.poll` of several rings; the index of the first with data, -1 if there is none."""
+    """:meth:`RingReader.poll` of several rings; the index of the first with data, -1 if there is
+    none."""
     rings = [(reader.words, reader.position) for reader in readers]
     for k in range(rounds + yields):
         for i, (words, position) in enumerate(rings):

@@ -1,8 +1,8 @@
 """Shared memory between the ranks of one host: a memfd, which the kernel frees with its last user.
 
-One rank creates the memfd and publishes its address; the others open it through ``/proc``, which the kernel allows
-only to processes of the same user. The memfd has no name in a file system, so nothing remains however the processes
-end, and the size of /dev/shm is irrelevant.
+One rank creates the memfd and publishes its address; the others open it through ``/proc``, which
+the kernel allows only to processes of the same user. The memfd has no name in a file system, so
+nothing remains however the processes end, and the size of /dev/shm is irrelevant.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from unicoll.process.timeouts import backoff
 
 _NAME = "unicoll"
 _TOKEN = 32
-"""Bytes of the random token at the start, which identifies the segment behind a descriptor number."""
+"""Bytes of the random token at the start, which identifies the segment behind a descriptor
+number."""
 
 
 class SharedSegment:
     """A mapped segment of shared memory.
 
-    The mapping lives as long as any view of ``memory``. It needs no descriptor: :meth:`close_descriptor` is called
-    once all ranks have mapped the segment.
+    The mapping lives as long as any view of ``memory``. It needs no descriptor:
+    :meth:`close_descriptor` is called once all ranks have mapped the segment.
 
     Attributes:
         descriptor: of the memfd, which the segment closes; -1 once it is closed.
@@ -51,7 +52,8 @@ class SharedSegment:
         self.address = 0
         self.memory = memoryview(b"")
 
-    # An exception of a signal's handler may end the creation of the segment, or its publication, at any point.
+    # An exception of a signal's handler may end the creation of the segment, or its publication, at
+    # any point.
     def __del__(self) -> None:
         self.close_descriptor()
 
@@ -61,12 +63,15 @@ class SharedSegment:
         Raises:
             OSError: there is not enough.
         """
-        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.descriptor, 0)
+        address = _mmap(
+            None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.descriptor, 0
+        )
         if address == ctypes.c_void_p(-1).value:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
         block = (ctypes.c_ubyte * size).from_address(address)
-        # mmap.mmap keeps a descriptor, and does not close while the traceback of an error holds a view
+        # mmap.mmap keeps a descriptor, and does not close while the traceback of an error holds a
+        # view
         weakref.finalize(block, _munmap, address, size).atexit = False
         self.address = address
         self.memory = memoryview(block).cast("B")
@@ -86,13 +91,21 @@ class SharedSegment:
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
 _mmap.restype = ctypes.c_void_p
-_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def can_share() -> str | None:
-    """The reason why this process cannot share memory with others of its host, or None if it can."""
+    """The reason why this process cannot share memory with others of its host, or None if it
+    can."""
     if not hasattr(os, "memfd_create"):
         return "this kernel has no memfd"
     if not futex.has_futex():
@@ -117,7 +130,8 @@ def has_strong_ordering() -> bool:
 def create_published(
     context: Context, name: str, size: int, prepare: Callable[[SharedSegment], None]
 ) -> SharedSegment | None:
-    """Create a segment and publish it under ``name``; None (published too) if no memory is available.
+    """Create a segment and publish it under ``name``; None (published too) if no memory is
+    available.
 
     ``prepare`` initializes the contents before the segment is published.
     """
@@ -163,7 +177,8 @@ def open_published(context: Context, name: str, check: Callable[[], None]) -> Sh
     try:
         return open_offer(location)
     except OSError:
-        return None  # another host, container or user, or no memory
+        # Another host, container or user, or no memory.
+        return None
 
 
 def create_offer(size: int) -> tuple[SharedSegment, dict[str, Any]]:
@@ -182,7 +197,8 @@ def create_offer(size: int) -> tuple[SharedSegment, dict[str, Any]]:
 def open_offer(location: dict[str, Any]) -> SharedSegment:
     """Map the segment of another process, which must keep its descriptor open until then.
 
-    The address may come from a store that other users can write to: only a memfd of this library is mapped.
+    The address may come from a store that other users can write to: only a memfd of this library is
+    mapped.
 
     Raises:
         OSError: it cannot be opened by this process, or it is another file.
@@ -197,10 +213,13 @@ def open_offer(location: dict[str, Any]) -> SharedSegment:
         ) from error
     if not same_boot:
         raise FileNotFoundError(errno.ENOENT, "the segment is on another machine")
-    segment = SharedSegment(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    segment = SharedSegment(
+        os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    )
     status = os.fstat(segment.descriptor)
     is_own_memfd = (
-        status.st_uid == os.geteuid()  # root can open those of others
+        # Root can open those of others.
+        status.st_uid == os.geteuid()
         and status.st_nlink == 0
         and os.readlink(f"/proc/self/fd/{segment.descriptor}") == f"/memfd:{_NAME} (deleted)"
     )

@@ -1,16 +1,18 @@
-"""Flags and slots in shared memory: each rank writes to its own slot, signals, and reads the slots of the others.
+"""Flags and slots in shared memory: each rank writes to its own slot, signals, and reads the slots
+of the others.
 
-A *step* is: write to its own slot, signal, wait for the signals of all ranks, read the slots of the others. Each rank
-has two slots, used alternately. A rank that writes for step s+2 has received all signals of step s+1, and a rank
-signals s+1 only after it has read everything of step s. So no slot is overwritten while it is read, and one wait per
-step suffices.
+A *step* is: write to its own slot, signal, wait for the signals of all ranks, read the slots of the
+others. Each rank has two slots, used alternately. A rank that writes for step s+2 has received all
+signals of step s+1, and a rank signals s+1 only after it has read everything of step s. So no slot
+is overwritten while it is read, and one wait per step suffices.
 
-Memory order. A rank signals after it has written its slot and read the slots of the others, and accesses slots after
-it has received the signals. :class:`Slots` signals by a flag, a plain word: x86 makes stores visible in order and
-moves neither a load nor a store before an older load. Each of these accesses is a machine instruction of its own
-behind several calls of the interpreter, so the compiler cannot reorder them either. :class:`SemaphoreSlots` is for
-processors with a weaker memory order (Arm, POWER): one POSIX semaphore for each ordered pair of ranks, posted and
-waited for once per step. What a rank does before a post happens before what another does after the matching wait;
+Memory order. A rank signals after it has written its slot and read the slots of the others, and
+accesses slots after it has received the signals. :class:`Slots` signals by a flag, a plain word:
+x86 makes stores visible in order and moves neither a load nor a store before an older load. Each of
+these accesses is a machine instruction of its own behind several calls of the interpreter, so the
+compiler cannot reorder them either. :class:`SemaphoreSlots` is for processors with a weaker memory
+order (Arm, POWER): one POSIX semaphore for each ordered pair of ranks, posted and waited for once
+per step. What a rank does before a post happens before what another does after the matching wait;
 POSIX and the release and acquire of the C library guarantee this on every processor.
 """
 
@@ -39,17 +41,17 @@ SLOT = 1 << 20
 _WORDS = 16
 """64-bit words for each rank's flags: two cache lines, because processors fetch lines in pairs."""
 _AWAITED = 1
-"""The word in which other ranks write the step that they wait for before they sleep on this rank's flag; words 2 to 5
-are signatures."""
+"""The word in which other ranks write the step that they wait for before they sleep on this rank's
+flag; words 2 to 5 are signatures."""
 _VALUE = 6
 """The first of two words, used alternately, that :meth:`Slots.publish_value` writes."""
 _YIELDS = 2000
 _OVERSUBSCRIBED_YIELDS = 20
 _BACKGROUND_YIELDS = 20
 _PAGE, _OFFSET = 4096, 1024
-"""Slots start ``_OFFSET`` bytes after the start of a page. memcpy ("rep movsb") is 10 times as slow on AMD's Zen 3 if
-the target is 1 to 31 bytes further in its page than the source; large arrays of NumPy start 16 bytes after the start of
-a page, those of PyTorch 64 bytes."""
+"""Slots start ``_OFFSET`` bytes after the start of a page. memcpy ("rep movsb") is 10 times as slow
+on AMD's Zen 3 if the target is 1 to 31 bytes further in its page than the source; large arrays of
+NumPy start 16 bytes after the start of a page, those of PyTorch 64 bytes."""
 _MASK = (1 << 64) - 1
 _ARRIVED = -1.0
 
@@ -143,12 +145,14 @@ class Slots:
         return view
 
     def rows(self, count: int, dtype: np.dtype[Any]) -> tuple[Flat, list[Flat]]:
-        """This rank's slot for the next step, and the slots of all ranks in rank order, to be read after it."""
+        """This rank's slot for the next step, and the slots of all ranks in rank order, to be read
+        after it."""
         rows = [self.next_slot(r, 0, count, dtype) for r in range(self.size)]
         return rows[self.rank], rows
 
     def may_be_direct(self, nbytes: int, *, scatter: bool = False) -> bool:
-        """True if a large collective may need no slots, which :mod:`gloo_fallback.algorithms.peer_memory` determines.
+        """True if a large collective may need no slots, which
+        :mod:`gloo_fallback.algorithms.peer_memory` determines.
 
         Args:
             nbytes: of the collective, equal on all ranks.
@@ -157,7 +161,8 @@ class Slots:
         return self.symmetric is not None or self.may_read(nbytes, scatter=scatter)
 
     def may_read(self, nbytes: int, *, scatter: bool = False) -> bool:
-        """True if the memory of the other ranks can be read, and ``nbytes`` are enough for that to be faster."""
+        """True if the memory of the other ranks can be read, and ``nbytes`` are enough for that to
+        be faster."""
         peers = self.peers
         return peers is not None and nbytes >= (peers.scatter_minimum if scatter else peers.minimum)
 
@@ -166,7 +171,8 @@ class Slots:
         return call.seq in (self._flags[self._mine + 3], self._flags[self._mine + 5])
 
     def sync_step(self, call: Call | None = None) -> None:
-        """Signal the next step and wait for the signals of all ranks; with ``call``, also compare signatures."""
+        """Signal the next step and wait for the signals of all ranks; with ``call``, also compare
+        signatures."""
         last = self.step
         step = last + 1
         flags, mine = self._flags, self._mine
@@ -177,7 +183,8 @@ class Slots:
             flags[at] = signature
             flags[at + 1] = seq
         flags[mine] = self.step = step
-        # the flag must be visible before the awaited step is read: acquiring a lock is a full barrier on x86
+        # the flag must be visible before the awaited step is read: acquiring a lock is a full
+        # barrier on x86
         self._release()
         self._acquire()
         # a rank that is late in the last step may have overwritten this one
@@ -211,11 +218,13 @@ class Slots:
 
     @property
     def background(self) -> bool:
-        """True while a background thread runs the operation: it sleeps sooner, which frees the interpreter."""
+        """True while a background thread runs the operation: it sleeps sooner, which frees the
+        interpreter."""
         return self.queue is not None and self.queue.in_background
 
     def _wait(self, other: int, step: int) -> None:
-        """Wait until a flag reaches ``step``: poll, then yield, then sleep, checking deadline and liveness."""
+        """Wait until a flag reaches ``step``: poll, then yield, then sleep, checking deadline and
+        liveness."""
         flags = self._flags
         background = self.background
         if not background:
@@ -240,7 +249,8 @@ class Slots:
         A signal from before the rank ended or the group failed is valid.
 
         Returns:
-            The time of the last check; ``_ARRIVED`` if the awaited signal had come when the check found a failure.
+            The time of the last check; ``_ARRIVED`` if the awaited signal had come when the check
+            found a failure.
         """
         now = time.monotonic()
         state = self.state
@@ -254,7 +264,9 @@ class Slots:
             raise
         member, control = self.members[other], state.context.job.control
         rank = state.context.ranks[member]
-        if control is None or (rank not in control.departed and _is_running(control.peers[rank].pid)):
+        if control is None or (
+            rank not in control.departed and _is_running(control.peers[rank].pid)
+        ):
             return now
         if arrived():
             return _ARRIVED
@@ -262,13 +274,15 @@ class Slots:
         state.fail(state.lost_error(member, reason))
 
     def unreadable(self, other: int, cause: OSError) -> NoReturn:
-        """Fail the group because a rank's memory cannot be read: it died, or left the call and freed its arrays."""
+        """Fail the group because a rank's memory cannot be read: it died, or left the call and
+        freed its arrays."""
         member = self.members[other]
         who = self.state.context.who(member)
         self.state.fail_peer(member, f"{who} has an array that cannot be read: {cause}")
 
     def _wake_sleepers(self, error: DistError) -> None:
-        """Wake the thread that sleeps on a flag after the group has failed; sleepers of other processes sleep again."""
+        """Wake the thread that sleeps on a flag after the group has failed; sleepers of other
+        processes sleep again."""
         for other in self._others:
             futex.wake(self._address + 8 * other)
 

@@ -1,8 +1,9 @@
 """Symmetric memory: arrays of one size on all ranks, in memory that the ranks of a host share.
 
-The first rank of each host creates one memfd for an allocation, with a part for each rank of the host, and the others
-map it. The mapping of a rank lives as long as its array, or a view of it: the kernel frees the memory with the last
-mapping of all ranks. Collectives find an array's region by its address (:mod:`gloo_fallback.algorithms.peer_memory`).
+The first rank of each host creates one memfd for an allocation, with a part for each rank of the
+host, and the others map it. The mapping of a rank lives as long as its array, or a view of it: the
+kernel frees the memory with the last mapping of all ranks. Collectives find an array's region by
+its address (:mod:`gloo_fallback.algorithms.peer_memory`).
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ class _Region:
 
     @property
     def alive(self) -> bool:
-        """False once this rank's array and all its views are gone: the memory is no longer mapped."""
+        """False once this rank's array and all its views are gone: the memory is no longer
+        mapped."""
         return self._block() is not None
 
     def view(self, rank: int, offset: int, count: int, dtype: np.dtype[Any]) -> Flat | None:
-        """Elements of a rank's part from byte ``offset`` on; None if the memory is no longer mapped."""
+        """Elements of a rank's part from byte ``offset`` on; None if the memory is no longer
+        mapped."""
         block = self._block()
         if block is None or offset + count * dtype.itemsize > self.stride:
             return None
@@ -100,7 +103,8 @@ class SymmetricMemory:
 
         Args:
             execute: executes an all_gather_into_tensor.
-            members: after the first exchange, the ranks of the group that share memory with this one.
+            members: after the first exchange, the ranks of the group that share memory with this
+                one.
 
         Raises, the same on all ranks:
             DistArgumentError: the ranks pass different sizes.
@@ -118,7 +122,9 @@ class SymmetricMemory:
         if len({size for size, _ in sizes}) > 1:
             raise DistArgumentError(
                 f"symmetric_empty: the ranks of group {context.name!r} allocate different sizes: "
-                + ", ".join(f"rank {r}: {each[1]}" for r, each in zip(context.ranks, sizes, strict=True)),
+                + ", ".join(
+                    f"rank {r}: {each[1]}" for r, each in zip(context.ranks, sizes, strict=True)
+                ),
                 op="symmetric_empty",
                 group=context.name,
             )
@@ -162,12 +168,14 @@ class SymmetricMemory:
         return array
 
     def locate(self, flat: Flat) -> int:
-        """The location of an array of this rank: a number for :meth:`view` on any rank; -1 if it is not symmetric."""
+        """The location of an array of this rank: a number for :meth:`view` on any rank; -1 if it is
+        not symmetric."""
         address = address_of(flat)
         regions = self._regions
         for place in range(bisect_right(regions, address, key=_start) - 1, -1, -1):
             region = regions[place]
-            if region.alive:  # else its addresses may be in use again
+            # Else its addresses may be in use again.
+            if region.alive:
                 offset = address - region.start
                 inside = offset + flat.nbytes <= region.stride
                 return region.number << _OFFSET_BITS | offset if inside else -1
@@ -179,7 +187,8 @@ class SymmetricMemory:
         return location >> _OFFSET_BITS
 
     def view(self, location: int, rank: int, count: int, dtype: np.dtype[Any]) -> Flat | None:
-        """``count`` elements of a rank of this host (by its place among them) at a location; None if not mapped."""
+        """``count`` elements of a rank of this host (by its place among them) at a location; None
+        if not mapped."""
         number, offset = location >> _OFFSET_BITS, location & ((1 << _OFFSET_BITS) - 1)
         region = next((each for each in self._regions if each.number == number), None)
         return region.view(rank, offset, count, dtype) if region is not None else None
@@ -189,7 +198,9 @@ def _start(region: _Region) -> int:
     return region.start
 
 
-def _exchange(context: Context, execute: Callable[[Call], None], text: str, record: Any) -> list[Any]:
+def _exchange(
+    context: Context, execute: Callable[[Call], None], text: str, record: Any
+) -> list[Any]:
     """The records of all ranks; a record is a short JSON value."""
     mine = np.frombuffer(json.dumps(record).encode().ljust(_RECORD), np.uint8)
     every = np.empty((context.size, _RECORD), np.uint8)

@@ -1,1 +1,2 @@
-"""Connections between ranks, the exchange that begins a collective, and the selection of the transport."""
+"""Connections between ranks, the exchange that begins a collective, and the selection of the
+transport."""

@@ -1,4 +1,5 @@
-"""A group's connections for collectives: send and receive with a deadline, and fail on all ranks."""
+"""A group's connections for collectives: send and receive with a deadline, and fail on all
+ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from contextlib import suppress
 from typing import NoReturn
 
 from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
-from gloo_fallback.transport.striping import STRIPED, STRIPED_COMPRESSED, Stripe, advance, stripes, transfer
+from gloo_fallback.transport.striping import (
+    STRIPED,
+    STRIPED_COMPRESSED,
+    Stripe,
+    advance,
+    stripes,
+    transfer,
+)
 from unicoll.backend import operation_errors
 from unicoll.backend.connections import Endpoint
 from unicoll.backend.group_state import TICK_S, GroupState
@@ -56,7 +64,7 @@ class GroupConnections(Connections):
         self._shutting_down = threading.Lock()
         state.add_listener(self.shut_down)
 
-    # --- bytes ----------------------------------------------------------------------------------------------
+    # --- bytes ------------------------------------------------------------------------------------
 
     def send(self, peer: int, view: memoryview) -> None:
         if len(view) >= STRIPED and len(self._connections_to(peer)) > 1:
@@ -64,7 +72,9 @@ class GroupConnections(Connections):
         else:
             self._send(peer, view)
 
-    def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+    def receive(
+        self, peer: int, view: memoryview, length: int, header: bytes | None = None
+    ) -> None:
         if length >= STRIPED and header is None and len(self._connections_to(peer)) > 1:
             self._transfer(peer, _NOTHING, peer, view[:length])
         else:
@@ -97,7 +107,12 @@ class GroupConnections(Connections):
     def finish(self, to: int, parts: list[Stripe], frm: int, incoming: memoryview) -> None:
         arriving = self._cut(frm, incoming, False, STRIPED_COMPRESSED)
         if self._more_sockets:
-            transfer([*arriving, *parts], self.state.tick, self.state.check_deadline, self._connection_broken)
+            transfer(
+                [*arriving, *parts],
+                self.state.tick,
+                self.state.check_deadline,
+                self._connection_broken,
+            )
         else:
             self._duplex(to, parts[0].view if parts else _NOTHING, frm, incoming)
 
@@ -109,7 +124,8 @@ class GroupConnections(Connections):
         return stripes(self._connections_to(peer), peer, view, sends)
 
     def _connections_to(self, peer: int) -> list[Connection]:
-        """The connections that large messages to and from a peer use; they are made on first use."""
+        """The connections that large messages to and from a peer use; they are made on first
+        use."""
         connections = self._connections.get(peer)
         if connections is None:
             connections = [self._sockets[peer] or self._connect(peer)]
@@ -139,7 +155,9 @@ class GroupConnections(Connections):
             except OSError as e:
                 self._connection_broken(peer, e)
 
-    def _receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+    def _receive(
+        self, peer: int, view: memoryview, length: int, header: bytes | None = None
+    ) -> None:
         sock = self._sockets[peer] or self._connect(peer)
         got = 0
         spins = self._spins
@@ -147,7 +165,9 @@ class GroupConnections(Connections):
             if not spins:
                 self.state.check_deadline()
             try:
-                count = sock.recv_into(view[got:] if got else view, length - got, _DONTWAIT if spins else 0)
+                count = sock.recv_into(
+                    view[got:] if got else view, length - got, _DONTWAIT if spins else 0
+                )
             except BlockingIOError:
                 if spins:
                     spins -= 1
@@ -212,7 +232,7 @@ class GroupConnections(Connections):
             found.register(sender, select.POLLOUT | (select.POLLIN if to == frm else 0))
         return found
 
-    # --- connections ----------------------------------------------------------------------------------------
+    # --- connections ------------------------------------------------------------------------------
 
     def _connect(self, peer: int, number: int = 0) -> Connection:
         """Connect to a member. ``number`` > 0 is a further connection, which large messages use."""
@@ -226,7 +246,8 @@ class GroupConnections(Connections):
             self.state.fail(self.state.lost_error(peer, str(e)))
         except DistError as e:
             self.state.fail(e)
-        # a send or receive that makes no progress for a tick returns, so that deadline and failures are checked
+        # a send or receive that makes no progress for a tick returns, so that deadline and failures
+        # are checked
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK_TIMEVAL)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK_TIMEVAL)
         if isinstance(sock, Channel):
@@ -240,10 +261,11 @@ class GroupConnections(Connections):
         self.state.check()
         return sock
 
-    # --- failing --------------------------------------------------------------------------------------------
+    # --- failing ----------------------------------------------------------------------------------
 
     def shut_down(self, error: DistError | None = None) -> None:
-        """Shut the connections down, which wakes a thread that sleeps in send or recv; any thread."""
+        """Shut the connections down, which wakes a thread that sleeps in send or recv; any
+        thread."""
         with self._shutting_down:
             for sock in (*self._sockets, *self._more_sockets):
                 if sock is not None:
@@ -253,21 +275,28 @@ class GroupConnections(Connections):
     def close(self) -> None:
         """Close the group's connections, which no operation uses any more.
 
-        The system gives a closed socket's descriptor to the next one, which :meth:`shut_down` must not shut down.
+        The system gives a closed socket's descriptor to the next one, which :meth:`shut_down` must
+        not shut down.
         """
         with self._shutting_down:
             self._endpoint.close_group(self.context.name)
 
     def _connection_broken(self, peer: int, cause: Exception | None) -> NoReturn:
-        """Raise the error for a connection that ended: a rank died, left the group, or failed and closed it."""
+        """Raise the error for a connection that ended: a rank died, left the group, or failed and
+        closed it."""
         context, state = self.context, self.state
         if cause is not None and raised_by_handler(cause):
-            raise cause  # of a signal's handler, for example TimeoutError
+            # Of a signal's handler, for example TimeoutError.
+            raise cause
         if isinstance(cause, TamperedError):
             assert state.call is not None
-            state.fail(operation_errors.tampered_error(context, context.ranks[peer], cause, state.call))
+            state.fail(
+                operation_errors.tampered_error(context, context.ranks[peer], cause, state.call)
+            )
         what = "closed its connection"
-        lost = [name for member, sock, name in self._names if member == peer and given_up(sock, cause)]
+        lost = [
+            name for member, sock, name in self._names if member == peer and given_up(sock, cause)
+        ]
         if lost:
             what = f"does not acknowledge what was sent from {'; '.join(lost)}"
         state.fail_peer(peer, f"{context.who(peer)} {what}" + (f": {cause}" if cause else ""))
@@ -282,8 +311,11 @@ class GroupConnections(Connections):
         self.state.fail_mismatch(peer, seq)
 
     def links(self) -> str:
-        """The connections on which the other host acknowledges nothing, and addresses that do not answer."""
-        lost = [f"{name}: {state}" for _, sock, name in self._names if (state := unacknowledged(sock))]
+        """The connections on which the other host acknowledges nothing, and addresses that do not
+        answer."""
+        lost = [
+            f"{name}: {state}" for _, sock, name in self._names if (state := unacknowledged(sock))
+        ]
         found = lost + self._endpoint.unanswered(self.context.name)
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return "; ".join(found[:_SHOWN]) + more
@@ -316,7 +348,9 @@ class SubsetConnections(Connections):
     def finish(self, to: int, parts: list[Stripe], frm: int, incoming: memoryview) -> None:
         self._parent.finish(self.members[to], parts, self.members[frm], incoming)
 
-    def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+    def receive(
+        self, peer: int, view: memoryview, length: int, header: bytes | None = None
+    ) -> None:
         self._parent.receive(self.members[peer], view, length, header)
 
     def duplex(
@@ -333,7 +367,9 @@ class SubsetConnections(Connections):
         header: bytes,
         discard: Callable[[bytes], memoryview] | None = None,
     ) -> bool:
-        return self._parent.swap(self.members[to], outgoing, self.members[frm], incoming, header, discard)
+        return self._parent.swap(
+            self.members[to], outgoing, self.members[frm], incoming, header, discard
+        )
 
     def _bad_header(self, peer: int, header: bytes) -> NoReturn:
         self._parent._bad_header(self.members[peer], header)

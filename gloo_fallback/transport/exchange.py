@@ -1,9 +1,11 @@
-"""Connections between the members of a group or subset, and the exchange that begins each collective.
+"""Connections between the members of a group or subset, and the exchange that begins each
+collective.
 
-Every collective over sockets begins with :meth:`Connections.exchange`: in ceil(log2 n) rounds the ranks send each
-other a header with sequence number and signature, and for small operations the data. After it a rank has received
-the blocks of all members, directly or through others, and each hop has compared headers. So a call that differs on
-any rank is detected before bulk data moves, without an extra round for small operations.
+Every collective over sockets begins with :meth:`Connections.exchange`: in ceil(log2 n) rounds the
+ranks send each other a header with sequence number and signature, and for small operations the
+data. After it a rank has received the blocks of all members, directly or through others, and each
+hop has compared headers. So a call that differs on any rank is detected before bulk data moves,
+without an extra round for small operations.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from unicoll.backend.group_state import GroupState
 
 _HEADER = struct.Struct("<QQqQ")
 HEADER_SIZE = _HEADER.size
-MAGIC = 0x316C6C6F63696E75  # "unicoll1" in memory
+# "unicoll1" in memory.
+MAGIC = 0x316C6C6F63696E75
 _EAGER_LIMIT = 1 << 14
-"""Messages up to this size are sent whole before the next receive: they fit the kernel's buffers."""
+"""Messages up to this size are sent whole before the next receive: they fit the kernel's
+buffers."""
 _BLOCK_BITS = 17
 _BLOCK = (1 << _BLOCK_BITS) - 1
 _MASK = (1 << 64) - 1
 _DIFFERENT = _MASK ^ _BLOCK
-"""The last word of :meth:`Connections.exchange_checked`'s header: a value and the bytes of a block, or this."""
+"""The last word of :meth:`Connections.exchange_checked`'s header: a value and the bytes of a block,
+or this."""
 
 
 def read_header(header: bytes) -> tuple[int, int]:
@@ -46,14 +51,16 @@ def bytes_of(flat: Flat) -> memoryview:
 class ExchangePlan:
     """The rounds of an exchange in which rank i contributes ``lengths[i]`` bytes.
 
-    Blocks are stored in the scratch memory in the order rank, rank+1, ...: round k sends the first 2^k of them to
-    rank - 2^k and appends those of rank + 2^k (Bruck et al., "Efficient Algorithms for All-to-All Communications in
-    Multiport Message-Passing Systems", 1997).
+    Blocks are stored in the scratch memory in the order rank, rank+1, ...: round k sends the first
+    2^k of them to rank - 2^k and appends those of rank + 2^k (Bruck et al., "Efficient Algorithms
+    for All-to-All Communications in Multiport Message-Passing Systems", 1997).
     """
 
     __slots__ = ("head", "mine", "rounds", "views")
 
-    def __init__(self, scratch: Flat, lengths: tuple[int, ...], rank: int, storage: np.dtype[Any]) -> None:
+    def __init__(
+        self, scratch: Flat, lengths: tuple[int, ...], rank: int, storage: np.dtype[Any]
+    ) -> None:
         size = len(lengths)
         order = [(rank + i) % size for i in range(size)]
         offsets = [0]
@@ -66,7 +73,8 @@ class ExchangePlan:
         while distance < size:
             count = min(distance, size - distance)
             start, stop = offsets[distance], offsets[distance + count]
-            # the incoming header overwrites the 32 bytes before the incoming blocks; they are restored afterwards
+            # the incoming header overwrites the 32 bytes before the incoming blocks; they are
+            # restored afterwards
             self.rounds.append(
                 (
                     (rank - distance) % size,
@@ -113,7 +121,8 @@ class Connections(ABC):
 
     @abstractmethod
     def begin(self, to: int, outgoing: memoryview) -> list[Stripe]:
-        """The parts of a message of compressed data, which the caller sends before the next message to that member."""
+        """The parts of a message of compressed data, which the caller sends before the next message
+        to that member."""
 
     @abstractmethod
     def send_some(self, parts: list[Stripe]) -> None:
@@ -124,11 +133,14 @@ class Connections(ABC):
         """Send the parts left of a message while one that another member has begun is received."""
 
     @abstractmethod
-    def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+    def receive(
+        self, peer: int, view: memoryview, length: int, header: bytes | None = None
+    ) -> None:
         """Fill ``view`` (``length`` bytes) from a member.
 
-        ``header`` is the expected beginning. It is compared once enough bytes have arrived, because a member in
-        another call may send less than ``length``; if all bytes arrive at once, the caller compares.
+        ``header`` is the expected beginning. It is compared once enough bytes have arrived, because
+        a member in another call may send less than ``length``; if all bytes arrive at once, the
+        caller compares.
         """
 
     @abstractmethod
@@ -137,7 +149,8 @@ class Connections(ABC):
     ) -> None:
         """Send ``outgoing`` to one member while ``incoming`` is filled from another (or the same).
 
-        ``whole`` is False if the other members send and receive the messages in other parts than these.
+        ``whole`` is False if the other members send and receive the messages in other parts than
+        these.
         """
 
     @abstractmethod
@@ -197,10 +210,11 @@ class Connections(ABC):
         storage: np.dtype[Any],
         mine: Sequence[Flat] = (),
     ) -> list[Flat] | None:
-        """:meth:`exchange` of a call whose sizes may differ; None on all ranks unless ``value`` is equal on all.
+        """:meth:`exchange` of a call whose sizes may differ; None on all ranks unless ``value`` is
+        equal on all.
 
-        A rank that receives another value marks the headers that it sends from then on, so, as in :meth:`exchange`,
-        a difference on any rank reaches all ranks.
+        A rank that receives another value marks the headers that it sends from then on, so, as in
+        :meth:`exchange`, a difference on any rank reaches all ranks.
 
         Args:
             value: the number to compare; negative on a rank that knows that sizes differ.
@@ -238,10 +252,12 @@ class Connections(ABC):
         header: bytes,
         discard: Callable[[bytes], memoryview] | None = None,
     ) -> bool:
-        """Send a message and receive one into ``incoming``, without its header; True if that equals ``header``.
+        """Send a message and receive one into ``incoming``, without its header; True if that equals
+        ``header``.
 
-        Messages that might fill both sockets' buffers are sent and received concurrently. If the headers differ only
-        in their last word, the data is received into ``discard(theirs)``, if that is given, and dropped.
+        Messages that might fill both sockets' buffers are sent and received concurrently. If the
+        headers differ only in their last word, the data is received into ``discard(theirs)``, if
+        that is given, and dropped.
         """
         theirs = self._theirs
         long = len(outgoing) > _EAGER_LIMIT

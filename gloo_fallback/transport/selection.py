@@ -1,6 +1,8 @@
-"""Selection of a group's transport: sockets, shared memory, or shared memory within hosts and sockets between them.
+"""Selection of a group's transport: sockets, shared memory, or shared memory within hosts and
+sockets between them.
 
-:mod:`gloo_fallback.transport.topology` decides which ranks share memory, by setting, host and ability.
+:mod:`gloo_fallback.transport.topology` decides which ranks share memory, by setting, host and
+ability.
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from gloo_fallback.algorithms import circulant, compressed, hierarchical, over_sockets, rings, shared_memory
+from gloo_fallback.algorithms import (
+    circulant,
+    compressed,
+    hierarchical,
+    over_sockets,
+    rings,
+    shared_memory,
+)
 from gloo_fallback.algorithms.hierarchy_context import HierarchyContext
 from gloo_fallback.shm import symmetric_segments
 from gloo_fallback.shm.slots import SLOT, Slots, size_of
@@ -48,21 +57,28 @@ def _table(module: ModuleType) -> dict[str, Callable[..., bool | None]]:
 class Transport:
     """The algorithms of a group: ``table[operation](target, call)`` executes a collective.
 
-    A gather or scatter whose sizes differ is not executed and returns False on all ranks, unless ``counts`` is passed.
+    A gather or scatter whose sizes differ is not executed and returns False on all ranks, unless
+    ``counts`` is passed.
 
     Args:
         module: the module of algorithms.
         target: their first argument: connections, slots, or a hierarchy.
         description: the transport and the reason for it, for :func:`unicoll.explain`.
-        buffer_bytes: maximum bytes that this rank allocates besides the arrays, whatever their size. Not included:
-            of an all_to_all the size tables (two of 16 n^2 bytes for n ranks, over sockets or by host) and copies of
-            inputs that the outputs overlap; Python objects such as the plans of exchanges; a thread's buffers for the
-            conversion of float16 and bfloat16.
+        buffer_bytes: maximum bytes that this rank allocates besides the arrays, whatever their
+            size. Not included: of an all_to_all the size tables (two of 16 n^2 bytes for n ranks,
+            over sockets or by host) and copies of inputs that the outputs overlap; Python objects
+            such as the plans of exchanges; a thread's buffers for the conversion of float16 and
+            bfloat16.
         slots: the shared memory, or None.
     """
 
     def __init__(
-        self, module: ModuleType, target: Any, description: str, buffer_bytes: int, slots: Slots | None = None
+        self,
+        module: ModuleType,
+        target: Any,
+        description: str,
+        buffer_bytes: int,
+        slots: Slots | None = None,
     ) -> None:
         self.description = description
         self.buffer_bytes = buffer_bytes
@@ -77,7 +93,8 @@ class Transport:
 
 
 def select_transport(connections: GroupConnections, spins: int) -> Transport:
-    """Select the transport together with the other ranks, and log it; called in the group's first collective."""
+    """Select the transport together with the other ranks, and log it; called in the group's first
+    collective."""
     transport = _select(connections, spins)
     log.info("group %r %s", connections.context.name, transport.description)
     return transport
@@ -89,14 +106,21 @@ def _select(connections: GroupConnections, spins: int) -> Transport:
         buffer_bytes = -(-size_of(slots.size) // slots.size)
         copies = "" if slots.peers is not None else ", and cannot read each other's memory"
         return Transport(
-            shared_memory, slots, f"over shared memory: {topology.reason}{copies}", buffer_bytes, slots
+            shared_memory,
+            slots,
+            f"over shared memory: {topology.reason}{copies}",
+            buffer_bytes,
+            slots,
         )
     if slots is not None and not connections.deterministic:
         description = (
-            f"over shared memory within {_host_counts(topology)}, sockets between them: {topology.reason}"
+            f"over shared memory within {_host_counts(topology)}, sockets between them:"
+            f" {topology.reason}"
         )
         target = HierarchyContext(connections, slots, topology.members)
-        buffer_bytes = -(-size_of(slots.size) // slots.size) + leader_buffer_bytes(len(topology.members))
+        buffer_bytes = -(-size_of(slots.size) // slots.size) + leader_buffer_bytes(
+            len(topology.members)
+        )
         return Transport(hierarchical, target, description, buffer_bytes, slots)
     reason = topology.reason
     if slots is not None:
@@ -109,24 +133,30 @@ def _select(connections: GroupConnections, spins: int) -> Transport:
 def socket_buffer_bytes(size: int, deterministic: bool) -> int:
     """Maximum bytes that one of ``size`` ranks allocates for a collective over sockets.
 
-    The buffers of the exchanges and the buffers of one algorithm. A ring needs two segments of sums, and with float16
-    or bfloat16 the first segment received. The circulant algorithm needs the array of sums and a receive buffer, which
-    is half as large for equal blocks and at most as large for unequal ones. A deterministic or exact reduction needs
-    all ranks' contributions to a chunk, and the chunk. A compressed one needs messages to and from all ranks.
+    The buffers of the exchanges and the buffers of one algorithm. A ring needs two segments of
+    sums, and with float16 or bfloat16 the first segment received. The circulant algorithm needs the
+    array of sums and a receive buffer, which is half as large for equal blocks and at most as large
+    for unequal ones. A deterministic or exact reduction needs all ranks' contributions to a chunk,
+    and the chunk. A compressed one needs messages to and from all ranks.
     """
     ring = rings.SEGMENT * 5 // 2
     direct = over_sockets.DIRECT_BYTES + over_sockets.DIRECT_BYTES // size
     rounds = min(circulant.LIMIT, size * circulant.BLOCK) if size > 2 else 0
-    work = max(direct, rounds) if deterministic else max(ring, 2 * rounds, compressed.working_memory(size))
+    work = (
+        max(direct, rounds)
+        if deterministic
+        else max(ring, 2 * rounds, compressed.working_memory(size))
+    )
     return _exchange_buffers(over_sockets.SMALL * size // (size - 1)) + work
 
 
 def leader_buffer_bytes(nodes: int) -> int:
     """Maximum bytes that a leader allocates for the traffic between hosts, besides its slots.
 
-    The sums of its node take up to two thirds of a slot (float16, bfloat16: a chunk and its sums fill one), and the
-    buffers of the algorithm twice as much, which exceeds two segments of a ring, or those of a compressed reduction of
-    such a chunk; then the buffers of the exchanges. Every rank can be a leader.
+    The sums of its node take up to two thirds of a slot (float16, bfloat16: a chunk and its sums
+    fill one), and the buffers of the algorithm twice as much, which exceeds two segments of a ring,
+    or those of a compressed reduction of such a chunk; then the buffers of the exchanges. Every
+    rank can be a leader.
     """
     sums = SLOT * 2 // 3
     work = max(2 * sums, compressed.streaming_memory(nodes, SLOT // 2))

@@ -1,9 +1,11 @@
-"""Large messages over several connections to a peer at the same time: of several interfaces, or of one.
+"""Large messages over several connections to a peer at the same time: of several interfaces, or of
+one.
 
-The connections of a pair of ranks are as many as the interfaces that both listen on (``UNICOLL_SOCKET_IFNAME``), or as
-``UNICOLL_SOCKET_CONNECTIONS`` if that is more on both. A message of :data:`STRIPED` bytes and more is cut into equal
-parts, one for each connection. Both sides know its size, so they need no headers. Messages of compressed data are
-shorter, and cut from :data:`STRIPED_COMPRESSED` bytes on.
+The connections of a pair of ranks are as many as the interfaces that both listen on
+(``UNICOLL_SOCKET_IFNAME``), or as ``UNICOLL_SOCKET_CONNECTIONS`` if that is more on both. A message
+of :data:`STRIPED` bytes and more is cut into equal parts, one for each connection. Both sides know
+its size, so they need no headers. Messages of compressed data are shorter, and cut from
+:data:`STRIPED_COMPRESSED` bytes on.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import NamedTuple
 from unicoll.net.wire.channel import Connection
 
 STRIPED = 1 << 17
-"""Bytes from which a message is cut: more than the exchange at the beginning of a collective sends."""
+"""Bytes from which a message is cut: more than the exchange at the beginning of a collective
+sends."""
 STRIPED_COMPRESSED = 1 << 15
 _SYSCALL_BYTES = 1 << 18
 _TICK_MS = 100
@@ -35,7 +38,9 @@ class Stripe(NamedTuple):
 def stripes(sockets: list[Connection], peer: int, view: memoryview, sends: bool) -> list[Stripe]:
     """The equal parts of a message, one for each connection."""
     bounds = [len(view) * i // len(sockets) for i in range(len(sockets) + 1)]
-    return [Stripe(sock, peer, view[bounds[i] : bounds[i + 1]], sends) for i, sock in enumerate(sockets)]
+    return [
+        Stripe(sock, peer, view[bounds[i] : bounds[i + 1]], sends) for i, sock in enumerate(sockets)
+    ]
 
 
 def transfer(
@@ -61,7 +66,8 @@ def transfer(
 
 
 def advance(left: list[Stripe], broken: Callable[[int, Exception | None], None]) -> bool:
-    """Send and receive what is possible without waiting, and drop it from ``left``; True if that is anything."""
+    """Send and receive what is possible without waiting, and drop it from ``left``; True if that is
+    anything."""
     moved = False
     for i in range(len(left) - 1, -1, -1):
         sock, peer, view, sends = left[i]

@@ -1,8 +1,9 @@
-"""The nodes of a group: sets of ranks that share memory, equal on all ranks, determined in the first collective.
+"""The nodes of a group: sets of ranks that share memory, equal on all ranks, determined in the
+first collective.
 
-The ranks exchange their hosts and settings over sockets and compute the same topology from them. The first rank of
-each node creates the node's segment, the others map it, and a second exchange collects the results. If a rank could
-not map its segment, the ranks of its node use sockets.
+The ranks exchange their hosts and settings over sockets and compute the same topology from them.
+The first rank of each node creates the node's segment, the others map it, and a second exchange
+collects the results. If a rank could not map its segment, the ranks of its node use sockets.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class HostInfo:
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks of the group by node, in the order of the nodes' first ranks, and the reason for this topology."""
+    """Ranks of the group by node, in the order of the nodes' first ranks, and the reason for this
+    topology."""
 
     members: tuple[tuple[int, ...], ...]
     reason: str
@@ -101,16 +103,21 @@ def plan_topology(infos: Sequence[HostInfo], names: Sequence[str]) -> Topology:
     simulated = any(b.preference is TransportPreference.HIERARCHICAL for b in infos)
     found: dict[tuple[int, int], list[int]] = {}
     for rank, info in enumerate(infos):
-        found.setdefault((info.host, rank // _SIMULATED_HOST_SIZE if simulated else 0), []).append(rank)
+        found.setdefault((info.host, rank // _SIMULATED_HOST_SIZE if simulated else 0), []).append(
+            rank
+        )
     members = tuple(tuple(m) for m in found.values())
     if simulated:
         return Topology(members, "UNICOLL_TRANSPORT=hierarchical: every two ranks count as a host")
     hosts = len(members)
-    return Topology(members, "all ranks are on one host" if hosts == 1 else f"the ranks are on {hosts} hosts")
+    return Topology(
+        members, "all ranks are on one host" if hosts == 1 else f"the ranks are on {hosts} hosts"
+    )
 
 
 def without_ranks(topology: Topology, unable: Sequence[int], name: str) -> Topology:
-    """The topology after some ranks could not map their node's memory; ``name`` describes the first of them."""
+    """The topology after some ranks could not map their node's memory; ``name`` describes the first
+    of them."""
     members: list[tuple[int, ...]] = []
     for m in topology.members:
         members += [(r,) for r in m] if set(m) & set(unable) else [m]
@@ -118,7 +125,8 @@ def without_ranks(topology: Topology, unable: Sequence[int], name: str) -> Topol
 
 
 def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology, Slots | None]:
-    """Determine the nodes of a group; returns the topology, and this rank's slots if any ranks share memory.
+    """Determine the nodes of a group; returns the topology, and this rank's slots if any ranks
+    share memory.
 
     Raises:
         BackendUnavailableError: ``UNICOLL_TRANSPORT=shm``, but not all ranks share memory.
@@ -135,10 +143,14 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
         if not topology.all_separate:
             node_ranks = topology.of(connections.rank)
             segment = _segment(connections, node_ranks)
-            unable = _ranks_without_segment(connections, segment is not None or len(node_ranks) == 1)
+            unable = _ranks_without_segment(
+                connections, segment is not None or len(node_ranks) == 1
+            )
             if unable:
                 topology = without_ranks(topology, unable, names[unable[0]])
-        if len(topology.members) > 1 and any(b.preference is TransportPreference.SHM for b in infos):
+        if len(topology.members) > 1 and any(
+            b.preference is TransportPreference.SHM for b in infos
+        ):
             reason = f"group {context.name!r}: UNICOLL_TRANSPORT=shm, but {topology.reason}"
             connections.state.fail(BackendUnavailableError(reason, group=context.name))
         if topology.all_separate:
@@ -161,12 +173,19 @@ def _exchange_host_info(connections: GroupConnections) -> list[HostInfo]:
         wanted = transport_preference()
     except BackendUnavailableError as e:
         connections.state.fail(e)
-    boot = ""  # without /proc the ranks do not share memory
+    # Without /proc the ranks do not share memory.
+    boot = ""
     with suppress(OSError):
         boot = boot_id()
     host = zlib.crc32(socket.gethostname().encode()) << 32 | zlib.crc32(boot.encode())
     plan = connections.plan((5 * 8,) * connections.size, np.dtype(np.uint64))
-    plan.mine[:] = (host, wanted, can_share() is None, has_strong_ordering(), connections.deterministic)
+    plan.mine[:] = (
+        host,
+        wanted,
+        can_share() is None,
+        has_strong_ordering(),
+        connections.deterministic,
+    )
     found = [tuple(map(int, vote)) for vote in connections.exchange(plan)]
     infos, context = [], connections.context
     for r, (h, number, shares, strong_ordering, fixed) in enumerate(found):
@@ -174,13 +193,16 @@ def _exchange_host_info(connections: GroupConnections) -> list[HostInfo]:
             preference = TransportPreference(number)
         except ValueError:
             message = f"{context.who(r)} sent invalid host information"
-            connections.state.fail(DistNetworkError(message, group=context.name, rank=context.ranks[r]))
+            connections.state.fail(
+                DistNetworkError(message, group=context.name, rank=context.ranks[r])
+            )
         infos.append(HostInfo(h, preference, bool(shares), bool(strong_ordering), bool(fixed)))
     return infos
 
 
 def _segment(connections: GroupConnections, members: tuple[int, ...]) -> SharedSegment | None:
-    """The segment of this rank's node; None for a node of one rank, or if it cannot be created or mapped."""
+    """The segment of this rank's node; None for a node of one rank, or if it cannot be created or
+    mapped."""
     if len(members) == 1:
         return None
     ranks = len(members)

@@ -1,7 +1,8 @@
-"""Point-to-point operations of a group, over :mod:`mpi_comm.p2p.matcher`: progress, deadlines and failures.
+"""Point-to-point operations of a group, over :mod:`mpi_comm.p2p.matcher`: progress, deadlines and
+failures.
 
-MPI moves messages only within its calls, so the thread that waits polls all of the group's requests. While no thread
-waits, a thread of the group polls, with pauses.
+MPI moves messages only within its calls, so the thread that waits polls all of the group's
+requests. While no thread waits, a thread of the group polls, with pauses.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _PAUSES_S = (2e-5, 5e-4, 1.2)
 class MPIP2PEngine:
     """One group's point-to-point traffic, over the group's communicator."""
 
-    def __init__(self, communicator: GroupCommunicator, died: Callable[[BaseException], object]) -> None:
+    def __init__(
+        self, communicator: GroupCommunicator, died: Callable[[BaseException], object]
+    ) -> None:
         self._state = communicator.state
         self._context = context = communicator.context
         self._died = died
@@ -48,9 +51,11 @@ class MPIP2PEngine:
         self._mpi = communicator.mpi
         self._byte = communicator.mpi.MPI.BYTE
         self._matcher = RequestMatcher(context, communicator)
-        # It knows its owner, so that a thread that is interrupted behind the acquisition can release it.
+        # It knows its owner, so that a thread that is interrupted behind the acquisition can
+        # release it.
         self._progress_lock = threading.RLock()
-        self._owner = 0  # identifier of the thread that runs progress, or 0
+        # Identifier of the thread that runs progress, or 0.
+        self._owner = 0
         self._thread_lock = threading.Lock()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
         self._thread = LazyThread(f"unicoll-{context.name}-messages")
@@ -59,7 +64,7 @@ class MPIP2PEngine:
         self._checked_at = 0.0
         self._departed_at: dict[int, float] = {}
 
-    # --- the operations ------------------------------------------------------------------------------------------
+    # --- the operations ---------------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
         """Send, receive or probe, and return when the array may be used again."""
@@ -91,7 +96,8 @@ class MPIP2PEngine:
         finally:
             self._give_back(nested)
         self._matcher.withdraw(request)
-        self._wake_thread()  # the payload of a message that has been announced is received in any case
+        # The payload of a message that has been announced is received in any case.
+        self._wake_thread()
         if request.completion.done():
             request.completion.wait(None)
             return True
@@ -104,7 +110,8 @@ class MPIP2PEngine:
             self._matcher.start(request)
         else:
             self._mpi.mpi_thread.call(self._matcher.start, request)
-        if self._state.error is not None:  # set since the first check
+        # Set since the first check.
+        if self._state.error is not None:
             self._matcher.withdraw(request, self._state.error)
         return request
 
@@ -126,13 +133,15 @@ class MPIP2PEngine:
         self._wait_done(request)
         request.completion.wait(None)
 
-    # --- progress ------------------------------------------------------------------------------------------------
+    # --- progress ---------------------------------------------------------------------------------
 
     def _wait_done(self, request: PendingRequest) -> None:
-        """Wait until ``request`` is done; run progress for all requests, unless another thread does."""
+        """Wait until ``request`` is done; run progress for all requests, unless another thread
+        does."""
         try:
             self._wait_for(request.completion)
-        except BaseException as e:  # interrupted
+        except BaseException as e:
+            # Interrupted.
             if not request.completion.done():
                 if leaves_doubt(e) and self._matcher.take_back(request):
                     mark_unchanged(e)
@@ -150,7 +159,9 @@ class MPIP2PEngine:
                     try:
                         completion.wait(_TICK_S)
                     except OperationTimeoutError:
-                        continue  # not done in this tick; a timeout of the operation itself is raised by its caller
+                        # Not done in this tick; a timeout of the operation itself is raised by its
+                        # caller.
+                        continue
         finally:
             self._give_back(nested)
 
@@ -162,8 +173,10 @@ class MPIP2PEngine:
         return True
 
     def _give_back(self, nested: bool) -> None:
-        """Release the progress lock if the calling thread has it, and had it not before (``nested``)."""
-        if not nested and self._progress_lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition does
+        """Release the progress lock if the calling thread has it, and had it not before
+        (``nested``)."""
+        # As threading.Condition does.
+        if not nested and self._progress_lock._is_owned():  # type: ignore[attr-defined]
             self._owner = 0
             self._progress_lock.release()
             self._wake_thread()
@@ -209,7 +222,9 @@ class MPIP2PEngine:
             while self._matcher.pending() and not self._closed:
                 if self._acquire(_TICK_S):
                     try:
-                        self._progress_with_pauses(lambda: self._closed or not self._matcher.pending())
+                        self._progress_with_pauses(
+                            lambda: self._closed or not self._matcher.pending()
+                        )
                     finally:
                         self._owner = 0
                         self._progress_lock.release()
@@ -229,12 +244,14 @@ class MPIP2PEngine:
             self._failed(e)
             return False
 
-    # --- failures ------------------------------------------------------------------------------------------------
+    # --- failures ---------------------------------------------------------------------------------
 
     def _failed(self, cause: BaseException) -> None:
         """Fail the group: MPI does not say which message failed."""
         peer, name = self._communicator.await_departure_notice(), self._context.name
-        error: DistError = DistBackendError(f"MPI failed in a message of group {name!r}: {cause}", group=name)
+        error: DistError = DistBackendError(
+            f"MPI failed in a message of group {name!r}: {cause}", group=name
+        )
         if peer is not None:
             error = self._communicator.lost_error(peer)
             for request in self._matcher.pending_requests():
@@ -256,7 +273,9 @@ class MPIP2PEngine:
             peer = request.call.peer if request.call.peer >= 0 else request.call.source
             if peer >= 0:
                 if self._departed_for_long(peer, now):
-                    self._matcher.withdraw(request, self._lost(request.call, self._context.ranks[peer]))
+                    self._matcher.withdraw(
+                        request, self._lost(request.call, self._context.ranks[peer])
+                    )
             elif died is not None:
                 self._matcher.withdraw(request, self._lost(request.call, died))
             if now >= request.deadline:
@@ -282,15 +301,19 @@ class MPIP2PEngine:
             if request.matched:
                 peer = call.source
             moved = "arrived" if request.matched else "been received"
-            state = f"the message has not {moved} completely; MPI keeps the array until then, or until the job ends"
+            state = (
+                f"the message has not {moved} completely; MPI keeps the array until then, or until"
+                " the job ends"
+            )
         others = "" if call.inputs or state else self._matcher.others(call)
         error = operation_errors.message_timeout_error(self._context, call, peer, state, others)
         self._matcher.withdraw(request, error)
 
-    # --- for the search of deadlocks (MessageQueues) -------------------------------------------------------------
+    # --- for the search of deadlocks (MessageQueues) ----------------------------------------------
 
     def needs_peer(self, call: Call) -> bool:
-        """True for a receive whose message has not come; False for a send, which MPI may end without the receiver."""
+        """True for a receive whose message has not come; False for a send, which MPI may end
+        without the receiver."""
         return self._matcher.needs_peer(call)
 
     def others(self, call: Call) -> str:
@@ -301,7 +324,7 @@ class MPIP2PEngine:
         """The state of the messages to and from a member."""
         return self._matcher.message_state(peer)
 
-    # --- ends ----------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     @property
     def has_callbacks(self) -> bool:
@@ -329,7 +352,8 @@ class MPIP2PEngine:
             self._give_back(nested)
 
     def close(self) -> bool:
-        """Make all pending operations raise, and end the thread; True if MPI has no request of this group."""
+        """Make all pending operations raise, and end the thread; True if MPI has no request of this
+        group."""
         self.abort()
         self._closed = True
         self._wakeups.put(False)

@@ -1,17 +1,18 @@
 """Matching of messages and receives in a group's communicator.
 
-MPI's tags are short, and its receives check neither dtype nor size before data arrives. So a message begins with a
-header: the user's tag, dtype and size. A small (eager) message is sent together with its header. The header of a large
-message announces the MPI tag of the payload, which is received directly into the array of the matching receive.
-Headers are found by matched probes: receives from MPI_ANY_SOURCE that are posted before the messages come lose some of
-them with MPICH 5 over UCX.
+MPI's tags are short, and its receives check neither dtype nor size before data arrives. So a
+message begins with a header: the user's tag, dtype and size. A small (eager) message is sent
+together with its header. The header of a large message announces the MPI tag of the payload, which
+is received directly into the array of the matching receive. Headers are found by matched probes:
+receives from MPI_ANY_SOURCE that are posted before the messages come lose some of them with MPICH 5
+over UCX.
 
-An exception of a signal's handler may end a change of the state here at any point; ``_changing`` then stays set. As a
-message may be lost, nothing is matched any more until the group fails, which it does when the exception leaves the
-call. What MPI may use is kept alive.
+An exception of a signal's handler may end a change of the state here at any point; ``_changing``
+then stays set. As a message may be lost, nothing is matched any more until the group fails, which
+it does when the exception leaves the call. What MPI may use is kept alive.
 
-:meth:`RequestMatcher.start` and :meth:`~RequestMatcher.poll` call MPI, so they run on a thread that may call it; the
-other methods run on any thread.
+:meth:`RequestMatcher.start` and :meth:`~RequestMatcher.poll` call MPI, so they run on a thread that
+may call it; the other methods run on any thread.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from unicoll.errors import MessageMismatchError
 from unicoll.net.control.wait_graph import MessageState
 
 _HEADER = struct.Struct("<qqqq")
-"""The user's tag, dtype code and mark of the group, bytes of payload, MPI's tag of the payload (0 if it is in the same
-message)."""
+"""The user's tag, dtype code and mark of the group, bytes of payload, MPI's tag of the payload (0
+if it is in the same message)."""
 PACK = _HEADER.pack
 _MARK_SHIFT = 16
 EAGER_LIMIT = 4096
@@ -48,16 +49,17 @@ EAGER_LIMIT = 4096
 _CHUNK = 1 << 30
 """Bytes of payload in one MPI message: counts stay far below 2^31."""
 _MATCH_WAIT_S = 0.002
-"""How long an announced payload waits for a matching receive before it is received into temporary memory."""
+"""How long an announced payload waits for a matching receive before it is received into temporary
+memory."""
 
 
 class RequestMatcher:
     """Sends, posted receives and probes, and unexpected messages of one group.
 
     Attributes:
-        mark: of the group, added to the dtype code. A communicator may get the context of one that was freed, and with
-            it a message that was sent there and not received. MPICH refuses to free a communicator only if it has seen
-            the message by then.
+        mark: of the group, added to the dtype code. A communicator may get the context of one that
+            was freed, and with it a message that was sent there and not received. MPICH refuses to
+            free a communicator only if it has seen the message by then.
         sent: for each member a counter of the messages to it, which every send advances.
         failed: True once a call of MPI has failed.
     """
@@ -73,24 +75,33 @@ class RequestMatcher:
         self._sending: list[PendingRequest] = []
         # sends that have ended with an error; MPI still uses their arrays
         self._given_up: list[PendingRequest] = []
-        self._incoming: list[ArrivedMessage] = []  # messages whose payload is being received
-        self._announced: list[ArrivedMessage] = []  # messages whose payload has no receive yet
+        # Messages whose payload is being received.
+        self._incoming: list[ArrivedMessage] = []
+        # Messages whose payload has no receive yet.
+        self._announced: list[ArrivedMessage] = []
         self._serials = [0] * context.size
-        # headers to and from each member: several threads send at once, so counters that are advanced without a lock
+        # headers to and from each member: several threads send at once, so counters that are
+        # advanced without a lock
         self.sent = [itertools.count() for _ in range(context.size)]
         self._received = [0] * context.size
-        self._links = [0] * context.size  # how often message_state() has advanced a counter to read it
+        # How often message_state() has advanced a counter to read it.
+        self._links = [0] * context.size
         self._tag_span = group.mpi.largest_tag // 2 - PAYLOAD_TAGS
         self._header_buffer = bytearray(_HEADER.size + EAGER_LIMIT)
-        self._receives = False  # True from the first receive on, which is when probing for headers starts
-        self._header_receive: Any = None  # of a message that a probe has found
+        # True from the first receive on, which is when probing for headers starts.
+        self._receives = False
+        # Of a message that a probe has found.
+        self._header_receive: Any = None
         self._header_peer = -1
         self._status = group.mpi.MPI.Status()
         self.failed = False
-        self._abandoned = False  # True once MPI keeps a request that was given up
-        # Identifier of the thread that changes the state, or 0. If set while the lock is free, that was interrupted.
+        # True once MPI keeps a request that was given up.
+        self._abandoned = False
+        # Identifier of the thread that changes the state, or 0. If set while the lock is free, that
+        # was interrupted.
         self._changing = 0
-        self._device: DeviceMemory | None = None  # of the last message in device memory
+        # Of the last message in device memory.
+        self._device: DeviceMemory | None = None
 
     def start(self, request: PendingRequest) -> None:
         """Start a send, receive or probe; called on a thread that may call MPI."""
@@ -98,7 +109,8 @@ class RequestMatcher:
             self._device = request.view.memory
         if self._device is None:
             self._start(request)
-        else:  # MPI requires that the memory's device is the current device of the calling thread
+        else:
+            # MPI requires that the memory's device is the current device of the calling thread.
             with self._device.bound():
                 self._start(request)
 
@@ -115,7 +127,8 @@ class RequestMatcher:
             self._changing = before
 
     def _in_doubt(self) -> bool:
-        """True if a change of another thread was interrupted; one of this thread is in progress, and calls back."""
+        """True if a change of another thread was interrupted; one of this thread is in progress,
+        and calls back."""
         return self._changing not in (0, get_ident())
 
     def _post(self, request: PendingRequest) -> None:
@@ -173,18 +186,21 @@ class RequestMatcher:
         try:
             for start in range(0, message.size, _CHUNK):
                 chunk = data[start : start + _CHUNK]
-                message.mpi_requests.append(comm.Irecv([chunk, byte], message.peer, message.payload_tag))
+                message.mpi_requests.append(
+                    comm.Irecv([chunk, byte], message.peer, message.payload_tag)
+                )
             self._incoming.append(message)
         except BaseException:
             self.keep(message, data)
             raise
 
     def keep(self, *memory: Any) -> None:
-        """Keep memory alive that MPI may use for a request which an exception has kept from being stored."""
+        """Keep memory alive that MPI may use for a request which an exception has kept from being
+        stored."""
         self._abandoned = True
         self._mpi.abandoned.append(memory)
 
-    # --- progress ------------------------------------------------------------------------------------------------
+    # --- progress ---------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Test all requests once; returns True if any has progressed."""
@@ -198,9 +214,12 @@ class RequestMatcher:
             before = self._changing
             if self._in_doubt():
                 return False
-            # An exception of a signal's handler while nothing has come must not leave the messages in doubt.
+            # An exception of a signal's handler while nothing has come must not leave the messages
+            # in doubt.
             arrives = self._receives and self._header_arrives()
-            if not (arrives or self._incoming or self._announced or self._sending or self._given_up):
+            if not (
+                arrives or self._incoming or self._announced or self._sending or self._given_up
+            ):
                 return False
             self._changing = get_ident()
             progressed = arrives and self._poll_headers()
@@ -222,7 +241,8 @@ class RequestMatcher:
         return bool(complete)
 
     def _receive_overdue(self) -> None:
-        """Receive payloads that have waited too long into temporary memory, so that their sends complete."""
+        """Receive payloads that have waited too long into temporary memory, so that their sends
+        complete."""
         now = time.monotonic()
         for message in [
             m for m in self._announced if m.data is not None or now - m.arrived_at > _MATCH_WAIT_S
@@ -239,7 +259,7 @@ class RequestMatcher:
             request.completion.finish()
         return bool(sent)
 
-    # --- headers -------------------------------------------------------------------------------------------------
+    # --- headers ----------------------------------------------------------------------------------
 
     def _header_arrives(self) -> bool:
         """True if there is a header to receive; takes no message from MPI, as Improbe does."""
@@ -250,14 +270,16 @@ class RequestMatcher:
         progressed = False
         probe, status, buffer = self._group.comm.Improbe, self._status, self._header_buffer
         any_source, arguments = self._mpi.MPI.ANY_SOURCE, [buffer, self._byte]
-        for _ in range(16):  # then payloads are polled
+        # Then payloads are polled.
+        for _ in range(16):
             if self._header_receive is None:
                 found = probe(any_source, HEADER_TAG, status)
                 if found is None:
                     break
                 self._header_peer = status.Get_source()
                 self._header_receive = found.Irecv(arguments)
-            if not self._header_receive.Test():  # the sender has to call MPI
+            # The sender has to call MPI.
+            if not self._header_receive.Test():
                 break
             self._header_receive, peer = None, self._header_peer
             tag, marked, size, payload = _HEADER.unpack_from(buffer)
@@ -280,7 +302,8 @@ class RequestMatcher:
             self._receive_payload(ArrivedMessage(peer, 0, 0, size, payload), None)
 
     def _match_posted(self, message: ArrivedMessage) -> None:
-        """Match a message that has arrived with the first posted receive that takes it, if there is one."""
+        """Match a message that has arrived with the first posted receive that takes it, if there is
+        one."""
         peer, tag = message.peer, message.tag
         request = self._matcher.find_receive(peer, tag)
         if request is not None:
@@ -293,7 +316,8 @@ class RequestMatcher:
             probe.completion.finish()
 
     def _deliver(self, message: ArrivedMessage) -> None:
-        """Complete the receive of a message that has arrived in full; with an error if sizes or dtypes differ."""
+        """Complete the receive of a message that has arrived in full; with an error if sizes or
+        dtypes differ."""
         request = message.receiver
         assert request is not None
         try:
@@ -306,7 +330,7 @@ class RequestMatcher:
         request.call.write_back()
         request.completion.finish()
 
-    # --- state ---------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def pending_requests(self) -> list[PendingRequest]:
         """All sends and receives that are not complete."""
@@ -347,7 +371,12 @@ class RequestMatcher:
     def idle(self) -> bool:
         """True if MPI has no request of this group."""
         with self._lock:
-            requests = self._sending or self._given_up or self._incoming or self._header_receive is not None
+            requests = (
+                self._sending
+                or self._given_up
+                or self._incoming
+                or self._header_receive is not None
+            )
             return not (requests or self._abandoned or self.failed)
 
     def add_send(self, request: PendingRequest) -> None:
@@ -367,13 +396,15 @@ class RequestMatcher:
                 self._sending.remove(request)
                 self._given_up.append(request)
             for message in [m for m in self._incoming if m.receiver is request]:
-                message.receiver = None  # it is received in any case, and then dropped
+                # It is received in any case, and then dropped.
+                message.receiver = None
             if error is not None:
                 request.completion.finish(error)
             self._changing = before
 
     def take_back(self, request: PendingRequest) -> bool:
-        """Cancel a receive or probe of which nothing has come; False if something has, or may have."""
+        """Cancel a receive or probe of which nothing has come; False if something has, or may
+        have."""
         with self._lock:
             if self._changing or request not in self._matcher.posted:
                 return False
@@ -401,5 +432,6 @@ class RequestMatcher:
             self._given_up.clear()
             self._incoming.clear()
             self._announced.clear()
-            self._changing = 0  # nothing is left that could be wrong
+            # Nothing is left that could be wrong.
+            self._changing = 0
             return requests

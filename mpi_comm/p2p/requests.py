@@ -33,7 +33,8 @@ class PendingRequest:
         self.completion = HostCompletion((call,))
         self.deadline = time.monotonic() + call.timeout
         self.view: Flat = _NOTHING
-        if buffers := call.inputs or call.outputs:  # not a probe
+        # Not a probe.
+        if buffers := call.inputs or call.outputs:
             flat: Flat = buffers[0].flat  # type: ignore[assignment]
             self.view = flat.view(np.uint8)
         self.mpi_requests: list[Any] = []
@@ -44,9 +45,11 @@ class ArrivedMessage:
     """A message whose header has arrived.
 
     Attributes:
-        peer, tag, code, size: sender, the user's tag, code of the element type and bytes of the payload.
+        peer, tag, code, size: sender, the user's tag, code of the element type and bytes of the
+            payload.
         payload_tag: MPI's tag of the payload; 0 if the payload arrived with the header.
-        data: the memory of the payload, received or to be received; None until its receive is posted.
+        data: the memory of the payload, received or to be received; None until its receive is
+            posted.
         in_place: True if that is the memory of the receive's array.
         arrived_at: when the header arrived (``time.monotonic()``).
         mpi_requests: MPI's receives of the payload that are not done.

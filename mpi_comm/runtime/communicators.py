@@ -1,4 +1,5 @@
-"""The mapping of the job's ranks to processes of MPI_COMM_WORLD, and communicators of subsets of them."""
+"""The mapping of the job's ranks to processes of MPI_COMM_WORLD, and communicators of subsets of
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from mpi_comm.runtime.cuda_aware import CudaAwareness, group_awareness
 from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.backend import Context, Job
 from unicoll.backend.operation_errors import announce
-from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistBackendError, DistError
+from unicoll.errors import (
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    DistBackendError,
+    DistError,
+)
 from unicoll.net.objects.received_json import from_store
 
 _TOKEN = 16
@@ -26,7 +32,8 @@ _PROCESS = {
 
 
 def publish(job: Job) -> None:
-    """Store this rank's rank in MPI_COMM_WORLD, cores, thread level and CUDA-awareness, for the other ranks.
+    """Store this rank's rank in MPI_COMM_WORLD, cores, thread level and CUDA-awareness, for the
+    other ranks.
 
     Raises:
         BackendUnavailableError: MPI_COMM_WORLD has fewer processes than the job.
@@ -38,10 +45,10 @@ def publish(job: Job) -> None:
         return
     if mpi.size < job.size:
         raise BackendUnavailableError(
-            f"backend 'mpi': the job has {job.size} processes, but MPI's world has {mpi.size}"
-            f"{' (each process is a world of its own)' if mpi.size == 1 else ''}: start them with"
-            f" `mpirun -n {job.size} python script.py` or with srun and the --mpi that the library was built for,"
-            " or use backend='gloo'"
+            f"backend 'mpi': the job has {job.size} processes, but MPI's world has"
+            f" {mpi.size}{' (each process is a world of its own)' if mpi.size == 1 else ''}: start"
+            f" them with `mpirun -n {job.size} python script.py` or with srun and the --mpi that"
+            " the library was built for, or use backend='gloo'"
         )
     info = {
         "rank": mpi.rank,
@@ -61,7 +68,8 @@ class WorldRanks:
 
     Attributes:
         mpi: MPI in this process.
-        single_threaded: True if on some rank one thread makes all MPI calls, so that no call may block.
+        single_threaded: True if on some rank one thread makes all MPI calls, so that no call may
+            block.
     """
 
     def __init__(self, job: Job) -> None:
@@ -80,7 +88,8 @@ class WorldRanks:
         if job.size > 1:
             keys = [f"mpi/{rank}" for rank in range(job.size)]
             info = [
-                from_store(*found, _PROCESS) for found in zip(keys, job.store.multi_get(keys), strict=True)
+                from_store(*found, _PROCESS)
+                for found in zip(keys, job.store.multi_get(keys), strict=True)
             ]
         self._processes: list[int] = [entry["rank"] for entry in info]
         self._cores: list[list[int]] = [entry["cores"] for entry in info]
@@ -89,8 +98,9 @@ class WorldRanks:
         self.single_threaded = any(entry["single_threaded"] for entry in info)
         if len(set(self._processes)) != job.size:
             raise BackendUnavailableError(
-                "backend 'mpi': several ranks are the same process of MPI's world: they were started by several"
-                " mpirun, or each alone; start all with one mpirun or srun, or use backend='gloo'"
+                "backend 'mpi': several ranks are the same process of MPI's world: they were"
+                " started by several mpirun, or each alone; start all with one mpirun or srun, or"
+                " use backend='gloo'"
             )
 
     def record_departed(self) -> None:
@@ -101,7 +111,8 @@ class WorldRanks:
                 self.mpi.lost[self._processes[rank]] = control.departed[rank]
 
     def oversubscribed(self, context: Context) -> bool:
-        """True if a host runs more ranks of the group than cores that they may use; equal on all ranks of the group."""
+        """True if a host runs more ranks of the group than cores that they may use; equal on all
+        ranks of the group."""
         control = context.job.control
         if control is None or not control.peers:
             return False
@@ -109,13 +120,15 @@ class WorldRanks:
         for r in context.ranks:
             hosts.setdefault(control.peers[r].host, []).append(r)
         return any(
-            len(ranks) > len({core for r in ranks for core in self._cores[r]}) for ranks in hosts.values()
+            len(ranks) > len({core for r in ranks for core in self._cores[r]})
+            for ranks in hosts.values()
         )
 
     def uses_blocking(self, context: Context) -> bool:
         """True if the group uses MPI's blocking collectives.
 
-        Blocking and nonblocking collectives do not match each other, so this is equal on all ranks of the group.
+        Blocking and nonblocking collectives do not match each other, so this is equal on all ranks
+        of the group.
         """
         return not self._nonblocking and not self.oversubscribed(context)
 
@@ -126,9 +139,10 @@ class WorldRanks:
     def communicator(self, context: Context, wait: Callable[[Any], None]) -> Any:
         """An MPI communicator of the group's ranks, in group order; collective over them.
 
-        Communicator creation cannot be cancelled, so the ranks first check that all have called this. ``wait`` waits
-        for a request, with a deadline. MPI matches the creations by all processes in their order: if one is interrupted
-        behind the check, there can be no more of them.
+        Communicator creation cannot be cancelled, so the ranks first check that all have called
+        this. ``wait`` waits for a request, with a deadline. MPI matches the creations by all
+        processes in their order: if one is interrupted behind the check, there can be no more of
+        them.
         """
         mpi = self.mpi
         parent = mpi.parent(time.monotonic() + context.timeout)
@@ -137,18 +151,20 @@ class WorldRanks:
         with mpi.creation_lock:
             if mpi.interrupted_creation and in_order:
                 error = DistBackendError(
-                    f"group {context.name!r}: MPI can create no more communicators of all processes, because the"
-                    f" creation of that of group {mpi.interrupted_creation!r} was interrupted",
+                    f"group {context.name!r}: MPI can create no more communicators of all"
+                    " processes, because the creation of that of group"
+                    f" {mpi.interrupted_creation!r} was interrupted",
                     group=context.name,
                 )
-                # A rank that the failure of that group reached before the end of its check does not know this, and
-                # would wait in the check of this one.
+                # A rank that the failure of that group reached before the end of its check does not
+                # know this, and would wait in the check of this one.
                 raise announce(context, error)
             try:
                 self._check_members(parent, processes, context, wait)
             except DistError:
                 raise
-            except BaseException:  # of a handler; the other ranks may have passed the check
+            except BaseException:
+                # Of a handler; the other ranks may have passed the check.
                 if in_order:
                     mpi.interrupted_creation = context.name
                 raise
@@ -156,11 +172,14 @@ class WorldRanks:
                 mpi.interrupted_creation = context.name
             if processes == list(range(mpi.size)):
                 comm, copied = mpi.call(parent.Idup)
-                wait(copied)  # Split would spin, which is slow with more ranks than cores
+                # Split would spin, which is slow with more ranks than cores.
+                wait(copied)
             elif in_order:
                 comm = mpi.call(parent.Split, 0, context.rank)
             else:
-                comm = mpi.call(self._create_subgroup, parent, processes, _hash(context.name, 32767))
+                comm = mpi.call(
+                    self._create_subgroup, parent, processes, _hash(context.name, 32767)
+                )
             if in_order:
                 mpi.interrupted_creation = ""
             mpi.call(comm.Set_errhandler, mpi.MPI.ERRORS_RETURN)
@@ -179,7 +198,8 @@ class WorldRanks:
     def _check_members(
         self, parent: Any, processes: Sequence[int], context: Context, wait: Callable[[Any], None]
     ) -> None:
-        """Check that all ranks create the same group: a dissemination barrier of log2 n rounds that carries a token."""
+        """Check that all ranks create the same group: a dissemination barrier of log2 n rounds that
+        carries a token."""
         mpi = self.mpi
         byte = mpi.MPI.BYTE
         half = mpi.largest_tag // 2
@@ -196,8 +216,9 @@ class WorldRanks:
             wait(send)
             if received != token:
                 raise CollectiveMismatchError(
-                    f"{context.who(source)} creates another group than this rank ({context.name!r} of ranks"
-                    f" {list(context.ranks)}): all ranks must create their groups in the same order",
+                    f"{context.who(source)} creates another group than this rank ({context.name!r}"
+                    f" of ranks {list(context.ranks)}): all ranks must create their groups in the"
+                    " same order",
                     group=context.name,
                 )
             distance *= 2
@@ -208,7 +229,8 @@ class WorldRanks:
 
 
 def world_ranks_of(job: Job) -> WorldRanks:
-    """The job's :class:`WorldRanks`, created at the first call; waits until all ranks have called :func:`publish`."""
+    """The job's :class:`WorldRanks`, created at the first call; waits until all ranks have called
+    :func:`publish`."""
     found: WorldRanks = job.shared("mpi", lambda: WorldRanks(job))
     return found
 

@@ -1,10 +1,11 @@
 """Detection of CUDA-aware MPI libraries.
 
-A library that is not CUDA-aware reads a device pointer as a host pointer and crashes. So device pointers are passed to
-MPI only if the library is known to be CUDA-aware; otherwise arrays are staged through host memory
-(:mod:`unicoll.staging.backend`). The sources, in this order: the user's setting (``UNICOLL_MPI_CUDA``);
-``mpi_memory_alloc_kinds`` in the info of MPI_COMM_WORLD has "cuda" (MPI 4.1); the library's own query function,
-``MPIX_Query_cuda_support`` (Open MPI, MVAPICH) or ``MPIX_GPU_query_support`` (MPICH and its derivatives).
+A library that is not CUDA-aware reads a device pointer as a host pointer and crashes. So device
+pointers are passed to MPI only if the library is known to be CUDA-aware; otherwise arrays are
+staged through host memory (:mod:`unicoll.staging.backend`). The sources, in this order: the user's
+setting (``UNICOLL_MPI_CUDA``); ``mpi_memory_alloc_kinds`` in the info of MPI_COMM_WORLD has "cuda"
+(MPI 4.1); the library's own query function, ``MPIX_Query_cuda_support`` (Open MPI, MVAPICH) or
+``MPIX_GPU_query_support`` (MPICH and its derivatives).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _LIBRARY = re.compile(r"lib[a-z_]*mpi[a-z_]*\.so[.\d]*$")
 _GPU_SUPPORT_CUDA = 0
 """MPICH's ``MPIX_GPU_SUPPORT_CUDA``."""
 _MVAPICH_SWITCHES = ("MV2_USE_CUDA", "MVP_USE_CUDA")
-"""MVAPICH takes device pointers only if one of these is 1, even if it was built for CUDA (its user guide)."""
+"""MVAPICH takes device pointers only if one of these is 1, even if it was built for CUDA (its user
+guide)."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,16 @@ def user_setting() -> bool | None:
     return environment.flag(OVERRIDE)
 
 
-def detect(mpi: Any, library: str, loaded: Callable[[], Sequence[Any]] | None = None) -> CudaAwareness:
+def detect(
+    mpi: Any, library: str, loaded: Callable[[], Sequence[Any]] | None = None
+) -> CudaAwareness:
     """CUDA-awareness of the MPI library in this process.
 
     Args:
         mpi: mpi4py's module; MPI is initialised, and this thread may call it.
         library: the library's name and version.
-        loaded: returns the ctypes libraries to query; by default the MPI libraries loaded in this process.
+        loaded: returns the ctypes libraries to query; by default the MPI libraries loaded in this
+            process.
 
     Raises:
         DistArgumentError: ``UNICOLL_MPI_CUDA`` is not a boolean.
@@ -77,17 +82,25 @@ def detect(mpi: Any, library: str, loaded: Callable[[], Sequence[Any]] | None = 
     return _interpret(library, answers, os.environ)
 
 
-def _interpret(library: str, answers: Mapping[str, bool], environment: Mapping[str, str]) -> CudaAwareness:
+def _interpret(
+    library: str, answers: Mapping[str, bool], environment: Mapping[str, str]
+) -> CudaAwareness:
     """CUDA-awareness by the results of the library's query functions."""
     if not answers:
-        return CudaAwareness(False, f"{library} does not say whether it takes pointers to a GPU's memory")
+        return CudaAwareness(
+            False, f"{library} does not say whether it takes pointers to a GPU's memory"
+        )
     yes = next((question for question, answer in answers.items() if answer), None)
     if yes is None:
         return CudaAwareness(
             False, f"{library} says {' and '.join(f'{question} = 0' for question in answers)}"
         )
-    if "mvapich" in library.lower() and all(environment.get(v, "") != "1" for v in _MVAPICH_SWITCHES):
-        return CudaAwareness(False, f"{library} was built for CUDA, but {_MVAPICH_SWITCHES[0]}=1 is not set")
+    if "mvapich" in library.lower() and all(
+        environment.get(v, "") != "1" for v in _MVAPICH_SWITCHES
+    ):
+        return CudaAwareness(
+            False, f"{library} was built for CUDA, but {_MVAPICH_SWITCHES[0]}=1 is not set"
+        )
     return CudaAwareness(True, f"{library} says {yes} = 1")
 
 
@@ -122,19 +135,25 @@ def _loaded_libraries() -> list[Any]:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return []
-    paths = dict.fromkeys(line.partition("/")[1] + line.partition("/")[2] for line in lines if "/" in line)
+    paths = dict.fromkeys(
+        line.partition("/")[1] + line.partition("/")[2] for line in lines if "/" in line
+    )
     found = []
     for path in paths:
         if _LIBRARY.match(path.rpartition("/")[2]):
             try:
                 found.append(ctypes.CDLL(path, os.RTLD_LAZY | os.RTLD_LOCAL | os.RTLD_NOLOAD))
-            except OSError:  # replaced since it was loaded
+            except OSError:
+                # Replaced since it was loaded.
                 pass
     return found
 
 
-def group_awareness(ranks: Sequence[int], awareness: Sequence[CudaAwareness], own_rank: int) -> CudaAwareness:
-    """CUDA-awareness of a group: direct if it is direct on all its ranks; ``direct`` is equal on all of them.
+def group_awareness(
+    ranks: Sequence[int], awareness: Sequence[CudaAwareness], own_rank: int
+) -> CudaAwareness:
+    """CUDA-awareness of a group: direct if it is direct on all its ranks; ``direct`` is equal on
+    all of them.
 
     Ranks cannot differ: a staged operation is several MPI calls, a direct one is a single call.
 

@@ -1,14 +1,16 @@
 """MPI in this process: initialisation, thread level, abort and finalisation.
 
 :func:`runtime` initialises MPI at the first call, unless other code has initialised it. It requests
-MPI_THREAD_MULTIPLE (``UNICOLL_MPI_THREAD_LEVEL`` requests a lower level); with a lower level one thread makes all MPI
-calls, the :class:`~mpi_comm.runtime.mpi_thread.MPIThread`. If other code has initialised MPI with a lower level, that
-code must not call MPI while operations of this library are in flight.
+MPI_THREAD_MULTIPLE (``UNICOLL_MPI_THREAD_LEVEL`` requests a lower level); with a lower level one
+thread makes all MPI calls, the :class:`~mpi_comm.runtime.mpi_thread.MPIThread`. If other code has
+initialised MPI with a lower level, that code must not call MPI while operations of this library are
+in flight.
 
-An uncaught exception ends the whole job by MPI_Abort, after the traceback (``UNICOLL_MPI_ABORT=0`` disables that):
-the other processes would wait for this one for ever. Not if MPI's world has one process, as under
-``srun --mpi=none``. A process that exits normally waits for the others before it finalises MPI, because their pending
-operations need it. MPI is finalised only if this library initialised it.
+An uncaught exception ends the whole job by MPI_Abort, after the traceback (``UNICOLL_MPI_ABORT=0``
+disables that): the other processes would wait for this one for ever. Not if MPI's world has one
+process, as under ``srun --mpi=none``. A process that exits normally waits for the others before it
+finalises MPI, because their pending operations need it. MPI is finalised only if this library
+initialised it.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ _MPI_TYPES = {
     "float8_e4m3fn": "UINT8_T",
     "float8_e5m2": "UINT8_T",
 }
-"""MPI's datatype by element type; types that MPI cannot reduce are moved as integers (:mod:`mpi_comm.reductions`)."""
+"""MPI's datatype by element type; types that MPI cannot reduce are moved as integers
+(:mod:`mpi_comm.reductions`)."""
 
 
 class Runtime:
@@ -78,33 +81,41 @@ class Runtime:
         level: the thread level, as text.
         must_finalize: True if this library initialised MPI.
         mpi_thread: the thread that makes all MPI calls; None if any thread may call MPI.
-        any_thread_calls: True if any thread may call MPI; the watchdog calls it between operations then.
+        any_thread_calls: True if any thread may call MPI; the watchdog calls it between operations
+            then.
         types: MPI's datatype by the element type's name.
         largest_tag: MPI_TAG_UB.
         largest_count: most elements of one MPI call; larger arrays need several calls.
-        prefers_nonblocking: True if nonblocking collectives are used: if they are as fast as the blocking ones (Open
-            MPI's are several times slower), since waiting for them can time out, or if one thread makes all MPI calls.
-        nonblocking_takes_device: True if nonblocking collectives take device pointers if the blocking ones do. Open
-            MPI's do not: its nonblocking reductions read the memory on the host (its issues 9845 and 12045), and its
-            documentation excludes the others for some transports.
-        blocking_excludes_threads: True if no other thread can call MPI while one waits in a blocking collective, so
-            that those of two groups can deadlock: Intel MPI 2021.18 holds its lock in those over shared memory.
-        gathers_in_small_parts: True if the nonblocking allgatherv moves parts as small as the smallest contribution,
-            each in a call of MPI_Test of its own. With Intel MPI 2021.18, two ranks on one host with 2 busy cores, and
-            MPI's shared memory, 10 and 70,000 elements take 5 s.
+        prefers_nonblocking: True if nonblocking collectives are used: if they are as fast as the
+            blocking ones (Open MPI's are several times slower), since waiting for them can time
+            out, or if one thread makes all MPI calls.
+        nonblocking_takes_device: True if nonblocking collectives take device pointers if the
+            blocking ones do. Open MPI's do not: its nonblocking reductions read the memory on the
+            host (its issues 9845 and 12045), and its documentation excludes the others for some
+            transports.
+        blocking_excludes_threads: True if no other thread can call MPI while one waits in a
+            blocking collective, so that those of two groups can deadlock: Intel MPI 2021.18 holds
+            its lock in those over shared memory.
+        gathers_in_small_parts: True if the nonblocking allgatherv moves parts as small as the
+            smallest contribution, each in a call of MPI_Test of its own. With Intel MPI 2021.18,
+            two ranks on one host with 2 busy cores, and MPI's shared memory, 10 and 70,000 elements
+            take 5 s.
         cuda: CUDA-awareness of MPI in this process.
         abandoned: requests given up, with their arrays, kept alive because MPI may still use them.
         before_end: functions that stop the threads that use MPI, called before MPI is finalised.
         lost: why each process that has died did, by its rank in MPI_COMM_WORLD.
         exit_timeout: seconds that this process waits for the others at exit.
-        creation_lock: held while a communicator is created: all processes create theirs in the same order.
-        interrupted_creation: the group whose communicator may have been created by some processes only, or "".
+        creation_lock: held while a communicator is created: all processes create theirs in the same
+            order.
+        interrupted_creation: the group whose communicator may have been created by some processes
+            only, or "".
     """
 
     def __init__(self, timeout: float) -> None:
         self.mpi_thread: MPIThread | None = None
         self.groups: weakref.WeakSet[MPIBackend] = weakref.WeakSet()
-        user_setting()  # raises on an invalid value before MPI is initialised
+        # Raises on an invalid value before MPI is initialised.
+        user_setting()
         self.MPI, self.must_finalize = self._initialize(timeout)
         mpi = self.MPI
         world = mpi.COMM_WORLD
@@ -139,7 +150,7 @@ class Runtime:
         self._pid = os.getpid()
         self._install_exit_hooks()
 
-    # --- starting -------------------------------------------------------------------------------------------------
+    # --- starting ---------------------------------------------------------------------------------
 
     def _initialize(self, timeout: float) -> tuple[Any, bool]:
         wanted = _wanted_level()
@@ -155,7 +166,8 @@ class Runtime:
         self.MPI = MPI
         if MPI.Is_finalized():
             raise BackendUnavailableError(
-                "backend 'mpi': MPI has been finalised in this process and cannot be initialised again"
+                "backend 'mpi': MPI has been finalised in this process and cannot be initialised"
+                " again"
             )
         if not MPI.Is_initialized():
             level = self._levels()[_LEVELS.index(wanted)]
@@ -164,8 +176,10 @@ class Runtime:
         if provided < MPI.THREAD_MULTIPLE and self.mpi_thread is None:
             if initialized and provided < MPI.THREAD_SERIALIZED:
                 raise BackendUnavailableError(
-                    f"backend 'mpi': this MPI library has thread level {_LEVELS[self._levels().index(provided)]} only:"
-                    " set UNICOLL_MPI_THREAD_LEVEL=funneled, so that one thread starts it and makes all its calls"
+                    "backend 'mpi': this MPI library has thread level"
+                    f" {_LEVELS[self._levels().index(provided)]} only: set"
+                    " UNICOLL_MPI_THREAD_LEVEL=funneled, so that one thread starts it and makes"
+                    " all its calls"
                 )
             self.mpi_thread = MPIThread(self._mpi_thread_failed)
         return MPI, initialized
@@ -174,8 +188,12 @@ class Runtime:
         if wanted != "multiple" and self.mpi_thread is None:
             self.mpi_thread = MPIThread(
                 self._mpi_thread_failed
-            )  # the thread that initialises MPI is its main thread
-        with _no_warnings(), _exit_after(timeout, "MPI_Init_thread: not all processes have called it"):
+                # The thread that initialises MPI is its main thread.
+            )
+        with (
+            _no_warnings(),
+            _exit_after(timeout, "MPI_Init_thread: not all processes have called it"),
+        ):
             return bool(self.call(start))
 
     def _levels(self) -> list[int]:
@@ -209,7 +227,8 @@ class Runtime:
 
     @property
     def usable_concurrently(self) -> bool:
-        """True if MPI may be called at any time: not if other code initialised it below MPI_THREAD_MULTIPLE."""
+        """True if MPI may be called at any time: not if other code initialised it below
+        MPI_THREAD_MULTIPLE."""
         return self.must_finalize or self.mpi_thread is None
 
     def make_progress(self) -> None:
@@ -217,10 +236,11 @@ class Runtime:
         if not self.MPI.Is_finalized():
             self.MPI.COMM_WORLD.Iprobe()
 
-    # --- communicators ----------------------------------------------------------------------------------------------
+    # --- communicators ----------------------------------------------------------------------------
 
     def parent(self, deadline: float) -> Any:
-        """This library's duplicate of MPI_COMM_WORLD; the first call is collective over all its processes.
+        """This library's duplicate of MPI_COMM_WORLD; the first call is collective over all its
+        processes.
 
         Raises:
             OperationTimeoutError: not all processes have called this by ``deadline``.
@@ -238,8 +258,9 @@ class Runtime:
             if time.monotonic() >= deadline:
                 self.abandoned.append(request)
                 raise OperationTimeoutError(
-                    f"init_process_group: after {time.monotonic() - started:.0f} s not all {self.size} processes that"
-                    f" MPI started have called it (this is rank {self.rank})",
+                    f"init_process_group: after {time.monotonic() - started:.0f} s not all"
+                    f" {self.size} processes that MPI started have called it (this is rank"
+                    f" {self.rank})",
                     op="init_process_group",
                 )
             if time.monotonic() - started > 0.05:
@@ -247,7 +268,7 @@ class Runtime:
         self.call(comm.Set_errhandler, self.MPI.ERRORS_RETURN)
         return comm
 
-    # --- exit -----------------------------------------------------------------------------------------------------
+    # --- exit -------------------------------------------------------------------------------------
 
     def _install_exit_hooks(self) -> None:
         excepthook.install(after=self._handle_uncaught)
@@ -267,9 +288,11 @@ class Runtime:
             if job.control is not None:
                 job.control.close(error)
         sys.stdout.flush()
-        first_line = str(error).partition("\n")[0]  # the traceback has the rest
+        # The traceback has the rest.
+        first_line = str(error).partition("\n")[0]
         sys.stderr.write(
-            f"unicoll: rank {self.rank} ends the MPI job{hint}: {type(error).__name__}: {first_line}\n"
+            f"unicoll: rank {self.rank} ends the MPI job{hint}: {type(error).__name__}:"
+            f" {first_line}\n"
         )
         sys.stderr.flush()
         time.sleep(_FLUSH_S)
@@ -279,9 +302,11 @@ class Runtime:
         """At exit: finalise MPI, once all processes have reached their exit."""
         if os.getpid() != self._pid or self.MPI.Is_finalized():
             return
-        if self._uncaught is not None and self.size > 1:  # mpirun sees the exit code and ends the others
+        # Mpirun sees the exit code and ends the others.
+        if self._uncaught is not None and self.size > 1:
             return
-        for group in list(self.groups):  # those that are not destroyed yet
+        # Those that are not destroyed yet.
+        for group in list(self.groups):
             group.close()
         for world_ranks in list(self.world_ranks):
             world_ranks.record_departed()
@@ -289,7 +314,9 @@ class Runtime:
             log.warning("MPI is not finalised, because the thread that calls it has failed")
             return
         if self.lost:
-            lost = "; ".join(f"rank {rank} of MPI ({cause})" for rank, cause in sorted(self.lost.items()))
+            lost = "; ".join(
+                f"rank {rank} of MPI ({cause})" for rank, cause in sorted(self.lost.items())
+            )
             log.warning("MPI is not finalised, because processes have died: %s", lost)
             return
         self._exit_barrier()
@@ -313,7 +340,8 @@ class Runtime:
             if time.monotonic() >= deadline:
                 self.abort(
                     DistError(
-                        f"rank {self.rank} waited {self.exit_timeout:g} s at exit for processes that do not exit"
+                        f"rank {self.rank} waited {self.exit_timeout:g} s at exit for processes"
+                        " that do not exit"
                     )
                 )
             time.sleep(next(pauses))
@@ -321,7 +349,8 @@ class Runtime:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Suppress mpi4py's warning about another library's mpirun: the bootstrap raises an error instead."""
+    """Suppress mpi4py's warning about another library's mpirun: the bootstrap raises an error
+    instead."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
@@ -335,7 +364,8 @@ def _exit_after(seconds: float, what: str) -> Iterator[None]:
     cancel = timer.cancel
     try:
         timer.start()
-    except RuntimeError:  # Python 3.12 starts no threads at exit; faulthandler's is a C thread
+    except RuntimeError:
+        # Python 3.12 starts no threads at exit; faulthandler's is a C thread.
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
         cancel = faulthandler.cancel_dump_traceback_later
     try:
@@ -353,7 +383,8 @@ def _exit_on_timeout(what: str) -> None:
 
 
 def _abort_enabled() -> bool:
-    """True if an uncaught exception ends the job: not in an interactive interpreter, and not if disabled."""
+    """True if an uncaught exception ends the job: not in an interactive interpreter, and not if
+    disabled."""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return False
     return bool(environment.flag("UNICOLL_MPI_ABORT"))
@@ -364,12 +395,17 @@ def _wanted_level() -> str:
 
 
 def _short_version(version: str) -> str:
-    """``Open MPI 5.0.11``, ``MPICH 5.0.2`` or ``Intel MPI 2021.18.1``, from the text of MPI_Get_library_version."""
+    """``Open MPI 5.0.11``, ``MPICH 5.0.2`` or ``Intel MPI 2021.18.1``, from the text of
+    MPI_Get_library_version."""
     lines = [line.strip() for line in version.replace("\0", "").splitlines() if line.strip()]
     head = lines[0].partition(",")[0] if lines else "an unknown MPI library"
     if head.lower().startswith("mpich version"):
         return f"MPICH {head.partition(':')[2].strip()}"
-    return head.partition(" for ")[0].replace("MPI v", "MPI ").replace("Intel(R) MPI Library", "Intel MPI")
+    return (
+        head.partition(" for ")[0]
+        .replace("MPI v", "MPI ")
+        .replace("Intel(R) MPI Library", "Intel MPI")
+    )
 
 
 _runtime: Runtime | None = None
@@ -377,7 +413,8 @@ _starting = threading.Lock()
 
 
 def runtime(timeout: float = _START_S) -> Runtime:
-    """MPI in this process; the first call initialises it, and exits the process if that takes ``timeout`` seconds.
+    """MPI in this process; the first call initialises it, and exits the process if that takes
+    ``timeout`` seconds.
 
     Raises:
         BackendUnavailableError: MPI cannot be used in this process.

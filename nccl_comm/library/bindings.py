@@ -1,4 +1,5 @@
-"""libnccl by ctypes: every function that the backend uses, with the signature of ``nccl.h`` 2.18 to 2.32."""
+"""libnccl by ctypes: every function that the backend uses, with the signature of ``nccl.h`` 2.18 to
+2.32."""
 
 from __future__ import annotations
 
@@ -51,14 +52,27 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = bindings.ARGUMENTS | {
     "comm_grow": (_comm, c_int, POINTER(UniqueId), c_int, _out, _config),
     "comm_state": (_comm, POINTER(c_int)),
     "comm_revoke": (_comm, c_int),
-    "put_signal": (_ptr, c_size_t, c_int, c_int, c_void_p, c_size_t, c_int, c_int, c_uint, _comm, _stream),
+    "put_signal": (
+        _ptr,
+        c_size_t,
+        c_int,
+        c_int,
+        c_void_p,
+        c_size_t,
+        c_int,
+        c_int,
+        c_uint,
+        _comm,
+        _stream,
+    ),
     "signal": (c_int, c_int, c_int, c_uint, _comm, _stream),
     "wait_signal": (c_int, POINTER(WaitSignal), _comm, _stream),
 }
 ARGUMENTS |= {_with_options(name): (*ARGUMENTS[name], _call_config) for name in WITH_CONFIG}
 _SYMBOLS = SYMBOLS | {_with_options(name): symbol for name, symbol in WITH_CONFIG.items()}
 SIGNATURES = {_SYMBOLS[method]: arguments for method, arguments in ARGUMENTS.items()}
-"""The arguments of each function; all return ncclResult_t but ncclGetLastError, which returns text."""
+"""The arguments of each function; all return ncclResult_t but ncclGetLastError, which returns
+text."""
 
 
 class Bindings(NcclFacts, bindings.Bindings):
@@ -82,7 +96,8 @@ class Bindings(NcclFacts, bindings.Bindings):
         ranks = (c_int * len(excluded))(*excluded)
         flags = _SHRINK_ABORT if abort else _SHRINK_DEFAULT
         return self.keep(
-            self._c.comm_shrink(comm, ranks, len(excluded), byref(slot), byref(options), flags), slot
+            self._c.comm_shrink(comm, ranks, len(excluded), byref(slot), byref(options), flags),
+            slot,
         )
 
     def comm_unique_id(self, comm: int) -> tuple[int, bytes]:
@@ -122,13 +137,17 @@ class Bindings(NcclFacts, bindings.Bindings):
 
     def wait_signal(self, signals: Sequence[tuple[int, int]], comm: int, stream: int) -> int:
         """Make a stream wait for signals, whose list NCCL reads before this returns; from 2.29."""
-        array = (WaitSignal * len(signals))(*(WaitSignal(count, peer, 0, 0) for peer, count in signals))
+        array = (WaitSignal * len(signals))(
+            *(WaitSignal(count, peer, 0, 0) for peer, count in signals)
+        )
         code: int = self._c.wait_signal(len(array), array, comm, stream)
         return code
 
     def with_options(self, options: CallOptions) -> Operations:
-        """The operations with options, which the collectives pass to NCCL in each call; from 2.31."""
-        config = byref(call_config_struct(options, self.version))  # NCCL reads it before it returns
+        """The operations with options, which the collectives pass to NCCL in each call; from
+        2.31."""
+        # NCCL reads it before it returns.
+        config = byref(call_config_struct(options, self.version))
         collectives = {
             name: _with_last(getattr(self._c, _with_options(name)), config) for name in WITH_CONFIG
         }

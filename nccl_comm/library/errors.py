@@ -26,14 +26,22 @@ CODES: dict[int, ResultCode] = {
     3: ResultCode(
         "ncclInternalError", DistBackendError, "a check within NCCL failed, or memory was corrupted"
     ),
-    4: ResultCode("ncclInvalidArgument", DistArgumentError, "an argument has a value that NCCL refuses"),
+    4: ResultCode(
+        "ncclInvalidArgument", DistArgumentError, "an argument has a value that NCCL refuses"
+    ),
     5: ResultCode(
-        "ncclInvalidUsage", DistBackendError, "an invalid use of NCCL, or devices that it does not support"
+        "ncclInvalidUsage",
+        DistBackendError,
+        "an invalid use of NCCL, or devices that it does not support",
     ),
     6: ResultCode(
-        "ncclRemoteError", RankLostError, "a peer process ended, or the network to it failed; NCCL names none"
+        "ncclRemoteError",
+        RankLostError,
+        "a peer process ended, or the network to it failed; NCCL names none",
     ),
     7: ResultCode("ncclInProgress", DistBackendError, "the operation has not finished"),
-    8: ResultCode("ncclTimeout", OperationTimeoutError, "the operation took longer than NCCL's limit"),
+    8: ResultCode(
+        "ncclTimeout", OperationTimeoutError, "the operation took longer than NCCL's limit"
+    ),
 }
 """All codes of ncclResult_t up to 2.32."""

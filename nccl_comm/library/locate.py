@@ -1,6 +1,8 @@
-"""libnccl: that of the process (torch's, CuPy's), the wheel ``nvidia-nccl-cu12`` or ``-cu13``, the system's.
+"""libnccl: that of the process (torch's, CuPy's), the wheel ``nvidia-nccl-cu12`` or ``-cu13``, the
+system's.
 
-On AMD's devices librccl, which has the same functions: that of the process, torch's or the system's.
+On AMD's devices librccl, which has the same functions: that of the process, torch's or the
+system's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def _bind(library: Any, path: str, bindings: type[Bindings] = Bindings) -> Colle
     found = bindings(library, path)
     if found.version < OLDEST:
         return f"{found!r} is too old: {version_text(OLDEST)} or newer is needed"
-    # mypy does not see the functions that are bound by name; tests check them against the interface.
+    # mypy does not see the functions that are bound by name; tests check them against the
+    # interface.
     return cast(CollectiveLibrary, found)
 
 
@@ -59,7 +62,8 @@ RCCL_LOCATOR = LibraryLocator(
 
 
 def _locator() -> LibraryLocator:
-    """That of RCCL on AMD's devices. CUDA is not initialised for it, except on a machine with AMD's kernel driver."""
+    """That of RCCL on AMD's devices. CUDA is not initialised for it, except on a machine with AMD's
+    kernel driver."""
     if LOCATOR.found is not None:
         return LOCATOR
     runtime = runtimes.loaded("cuda")
@@ -85,5 +89,6 @@ def nccl() -> CollectiveLibrary:
 
 
 def install(implementation: CollectiveLibrary | None) -> None:
-    """Use another implementation in this process; None searches for the library again at the next call."""
+    """Use another implementation in this process; None searches for the library again at the next
+    call."""
     _locator().use(implementation)

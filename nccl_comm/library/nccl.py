@@ -1,4 +1,5 @@
-"""What depends on NCCL's version: functions, reductions, known defects; and its result codes and names of functions."""
+"""What depends on NCCL's version: functions, reductions, known defects; and its result codes and
+names of functions."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ DIRECT = {
     "window_deregister": "ncclCommWindowDeregister",
     "comm_deregister": "ncclCommDeregister",
 }
-"""Methods of the interface that are the library's functions as they are; their arguments are positional."""
+"""Methods of the interface that are the library's functions as they are; their arguments are
+positional."""
 SYMBOLS = DIRECT | {
     "version": "ncclGetVersion",
     "last_error": "ncclGetLastError",
@@ -63,24 +65,33 @@ SYMBOLS = DIRECT | {
     "window_register": "ncclCommWindowRegister",
     "comm_register": "ncclCommRegister",
 }
-"""The library's function of a method; of ``with_options`` one of them, since NCCL has all or none."""
-_NEEDED = {"comm_register": "2.19", "window_register": "2.27", "put_signal": "2.29", "with_options": "2.31"}
+"""The library's function of a method; of ``with_options`` one of them, since NCCL has all or
+none."""
+_NEEDED = {
+    "comm_register": "2.19",
+    "window_register": "2.27",
+    "put_signal": "2.29",
+    "with_options": "2.31",
+}
 """The first versions with functions that an error can name."""
 
 
 def nccl_reduction(
     dtype: DType, reduction: Reduction, version: int, capability: tuple[int, int] = FP8_CAPABILITY
 ) -> NativeReduction | None:
-    """The reduction in NCCL of a version, on devices with this compute capability at least, or None."""
+    """The reduction in NCCL of a version, on devices with this compute capability at least, or
+    None."""
     if dtype.name.startswith("float8") and (version < FP8_VERSION or capability < FP8_CAPABILITY):
         return None
     return native_reduction(dtype, reduction)
 
 
 class NcclFacts:
-    """What follows from the version, for :class:`unicoll.device_collectives.interface.CollectiveLibrary`.
+    """What follows from the version, for
+    :class:`unicoll.device_collectives.interface.CollectiveLibrary`.
 
-    The class that is derived from this one has ``version``, NCCL's number (23007 is 2.30.7), and ``has_symbol``.
+    The class that is derived from this one has ``version``, NCCL's number (23007 is 2.30.7), and
+    ``has_symbol``.
     """
 
     name = "NCCL"

@@ -14,7 +14,8 @@ UNIQUE_ID_BYTES = 128
 UNDEFINED = -(2**31)
 """NCCL_CONFIG_UNDEF_INT."""
 NEWEST = 23203
-"""The newest version whose header was read; a newer library is passed this version's structures, which it accepts."""
+"""The newest version whose header was read; a newer library is passed this version's structures,
+which it accepts."""
 _MAGIC = 0xCAFEBEEF
 _MOST_CTAS = 64
 """MAXCHANNELS, NCCL's default; older versions have 32, and reduce a larger number to that."""
@@ -81,7 +82,8 @@ _CALL_MEMBERS: _Members = (
 
 
 class ConfigStruct(ctypes.Structure):
-    """ncclConfig_t of the newest version; an older library is passed the size that its own header gives."""
+    """ncclConfig_t of the newest version; an older library is passed the size that its own header
+    gives."""
 
     _fields_ = [*_HEAD, *((name, kind) for _, name, kind in _MEMBERS)]
     since: ClassVar[dict[str, int]] = {name: version for version, name, _ in _MEMBERS}
@@ -109,7 +111,8 @@ def config_struct(config: Config, version: int) -> ConfigStruct:
             setattr(made, name, UNDEFINED)
     made.blocking = int(config.blocking)
     most = config.max_ctas
-    if config.min_ctas is not None and most is None:  # NCCL compares the undefined value as a number
+    # NCCL compares the undefined value as a number.
+    if config.min_ctas is not None and most is None:
         most = max(config.min_ctas, _MOST_CTAS)
     numbers = {
         "cgaClusterSize": config.cga_cluster_size,
@@ -124,14 +127,17 @@ def config_struct(config: Config, version: int) -> ConfigStruct:
             setattr(made, name, int(value))
     if config.net_name is not None:
         made.netName = _keep(config.net_name)
-    if config.comm_name is not None and version >= ConfigStruct.since["commName"]:  # for logs only
+    # For logs only.
+    if config.comm_name is not None and version >= ConfigStruct.since["commName"]:
         made.commName = _keep(config.comm_name)
     return made
 
 
 def call_config_struct(options: CallOptions, version: int) -> CallConfigStruct:
     """The structure for one call, for a library of a version."""
-    made = CallConfigStruct(size=_size(_CALL_MEMBERS, version), magic=_MAGIC, version=min(version, NEWEST))
+    made = CallConfigStruct(
+        size=_size(_CALL_MEMBERS, version), magic=_MAGIC, version=min(version, NEWEST)
+    )
     numbers = {
         "minCTAs": options.min_ctas,
         "maxCTAs": options.max_ctas,
@@ -159,7 +165,8 @@ def _require(name: str, version: int) -> None:
     needed = ConfigStruct.since[name]
     if version < needed:
         raise DistArgumentError(
-            f"NCCL's option {name} needs NCCL {version_text(needed)}; this is {version_text(version)}"
+            f"NCCL's option {name} needs NCCL {version_text(needed)}; this is"
+            f" {version_text(version)}"
         )
 
 

@@ -51,7 +51,9 @@ LARGE = CHUNK + 1
 
 def context_of(rank: int, endpoint: Any) -> Context:
     """A group of two whose connections come from ``endpoint``."""
-    job: Any = SimpleNamespace(rank=rank, size=2, control=None, ended={}, shared=lambda name, make: endpoint)
+    job: Any = SimpleNamespace(
+        rank=rank, size=2, control=None, ended={}, shared=lambda name, make: endpoint
+    )
     return Context(job, "fuzz", (0, 1), TIMEOUT)
 
 
@@ -92,7 +94,7 @@ class Endpoint:
         pass
 
 
-# --- messages -------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 class _KeptInlet(RingReader):
@@ -108,8 +110,8 @@ class _KeptOutlet(RingWriter):
 class Messages(Target):
     """A point-to-point engine with pending receives and sends.
 
-    The first byte says how the rest arrives: 0 on the socket, 1 on the socket while rings are mapped, 2 in the ring, 3
-    on the socket while rings are used whose positions come in notices.
+    The first byte says how the rest arrives: 0 on the socket, 1 on the socket while rings are
+    mapped, 2 in the ring, 3 on the socket while rings are used whose positions come in notices.
     """
 
     def __init__(self) -> None:
@@ -201,7 +203,9 @@ class Messages(Target):
         sender.writer, sender._may_offer = self._outlet, False
         receiver.shared = used
 
-    def _exchange(self, engine: P2PEngine, theirs: socket.socket, sent: bytes, shared: bool) -> bool:
+    def _exchange(
+        self, engine: P2PEngine, theirs: socket.socket, sent: bytes, shared: bool
+    ) -> bool:
         operations: list[PendingMessage] = []
 
         def begin(op: str, peer: int, tag: int, data: Buffer) -> None:
@@ -236,7 +240,9 @@ class Messages(Target):
         call = pending.call
         if not pending.completion.done():
             if call.peer == PEER or pending not in engine._matcher.posted:
-                raise Found(f"{call.op.name} with tag {call.tag} waits for a connection that is over")
+                raise Found(
+                    f"{call.op.name} with tag {call.tag} waits for a connection that is over"
+                )
             return False
         error = pending.completion.exception()
         if error is not None and not isinstance(error, DistError):
@@ -271,7 +277,7 @@ class Messages(Target):
             end._segment.close()
 
 
-# --- collectives ----------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 class _Recording:
@@ -296,7 +302,10 @@ def _calls() -> list[Callable[[int], Call]]:
     def call(op: str, given: tuple[Buffer, ...], taken: tuple[Buffer, ...], root: int = -1) -> Call:
         reduce = ReduceOp.SUM if OPS[op].reduces else None
         made = Call(OPS[op], given, taken, TIMEOUT, reduce, root)
-        made.in_counts, made.out_counts = tuple(b.count for b in given), tuple(b.count for b in taken)
+        made.in_counts, made.out_counts = (
+            tuple(b.count for b in given),
+            tuple(b.count for b in taken),
+        )
         return made
 
     def all_reduce(count: int) -> Callable[[int], Call]:
@@ -309,7 +318,9 @@ def _calls() -> list[Callable[[int], Call]]:
         return made
 
     def scatter(rank: int, count: int, own: int) -> Call:
-        return call("scatter", (buffer(count), buffer(count)) if rank == 1 else (), (buffer(own),), 1)
+        return call(
+            "scatter", (buffer(count), buffer(count)) if rank == 1 else (), (buffer(own),), 1
+        )
 
     return [
         lambda rank: call("barrier", (), ()),
@@ -330,9 +341,11 @@ def _calls() -> list[Callable[[int], Call]]:
 
 
 class Collectives(Target):
-    """A member's collective on a new group: the first byte says which; the rest is what the other member sends.
+    """A member's collective on a new group: the first byte says which; the rest is what the other
+    member sends.
 
-    The valid inputs are what a real other member has sent. Messages count as large from a few hundred bytes on.
+    The valid inputs are what a real other member has sent. Messages count as large from a few
+    hundred bytes on.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,18 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 from unittest import mock
 
-__all__ = ["HANG_SECONDS", "KEY", "Found", "Hung", "Target", "check", "chunks", "generate", "pair", "watched"]
+__all__ = [
+    "HANG_SECONDS",
+    "KEY",
+    "Found",
+    "Hung",
+    "Target",
+    "check",
+    "chunks",
+    "generate",
+    "pair",
+    "watched",
+]
 
 KEY = b"k" * 32
 HANG_SECONDS = 5.0
@@ -80,7 +91,7 @@ class Hung(BaseException):
     """An input took too long; not an Exception, so that the parser's handlers do not catch it."""
 
 
-# --- inputs ---------------------------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
@@ -126,7 +137,7 @@ def generate(rng: random.Random, target: Target) -> bytes:
     return mutated(rng, rng.choice(target.valid), rng.choice(target.valid))
 
 
-# --- detection ------------------------------------------------------------------------------------------------------
+# --- detection ------------------------------------------------------------------------------------
 
 _EXECUTION = {
     "pickle.find_class",
@@ -215,7 +226,8 @@ class Target(ABC):
 
     @abstractmethod
     def run(self, data: bytes) -> bool:
-        """True if the parser accepted an input; any exception is a finding. Depends on ``data`` only."""
+        """True if the parser accepted an input; any exception is a finding. Depends on ``data``
+        only."""
 
     def close(self) -> None:  # noqa: B027 - optional
         """Release its resources."""

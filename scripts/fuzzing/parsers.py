@@ -117,17 +117,21 @@ class Handshake(Target):
             handshake.client_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
 
 
-# --- records --------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 class Records(Target):
-    """Received bytes of a connection with a MAC. Only records that the peer has sealed are accepted, in their order."""
+    """Received bytes of a connection with a MAC. Only records that the peer has sealed are
+    accepted, in their order."""
 
     def __init__(self) -> None:
         peer = records.MacRecords(Key(KEY), server=False)
         self._sent = [b"first", b"", b"x" * 3000, b"last"]
         sealed = [peer.seal(data) for data in self._sent]
-        self.valid = [b"".join(sealed[:count]) for count in range(1, 5)] + [sealed[1], sealed[0] * 2]
+        self.valid = [b"".join(sealed[:count]) for count in range(1, 5)] + [
+            sealed[1],
+            sealed[0] * 2,
+        ]
 
     def run(self, data: bytes) -> bool:
         side = records.MacRecords(Key(KEY), server=True)
@@ -143,23 +147,29 @@ class Records(Target):
         return bool(opened)
 
 
-# --- MACs of objects ------------------------------------------------------------------------------------------------
+# --- MACs of objects ------------------------------------------------------------------------------
 
 
 class Seals(Target):
-    """Bodies of objects with a MAC, of a collective or a message by the first byte; only what the sender has sealed for
-    this receiver in this call is accepted."""
+    """Bodies of objects with a MAC, of a collective or a message by the first byte; only what the
+    sender has sealed for this receiver in this call is accepted."""
 
     def __init__(self) -> None:
         sender = self._seals(0)
         self._data = [b"x" * 5000, b"", b"short"]
-        collective = [sender.seal(data, 0, receiver) for data in self._data for receiver in (-1, 1, 2)]
+        collective = [
+            sender.seal(data, 0, receiver) for data in self._data for receiver in (-1, 1, 2)
+        ]
         messages = [sender.seal(data, None, receiver) for data in self._data for receiver in (1, 2)]
         other = object_seals.ObjectSeals(0, "other", KEY, True)
         self.valid = [
-            bytes([i]) + body for i in range(2) for body in (*collective, *messages, other.seal(b"x", 0, 1))
+            bytes([i]) + body
+            for i in range(2)
+            for body in (*collective, *messages, other.seal(b"x", 0, 1))
         ]
-        self._accepted = {(0, body) for body in collective[1::3]} | {(1, body) for body in messages[::2]}
+        self._accepted = {(0, body) for body in collective[1::3]} | {
+            (1, body) for body in messages[::2]
+        }
 
     def _seals(self, rank: int) -> object_seals.ObjectSeals:
         return object_seals.ObjectSeals(rank, "group", KEY, True)

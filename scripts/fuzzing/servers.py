@@ -42,7 +42,8 @@ class Driver:
 
     Args:
         server: whose thread is not started.
-        expected: exceptions that :meth:`Server.received` may raise, which close the connection; None for all.
+        expected: exceptions that :meth:`Server.received` may raise, which close the connection;
+            None for all.
     """
 
     def __init__(self, server: Server, expected: tuple[type[Exception], ...] | None) -> None:
@@ -73,7 +74,9 @@ class Driver:
         self.server._selector.register(ours, READ, client)
         return client, theirs
 
-    def feed(self, client: Client, theirs: socket.socket, data: bytes, disconnects: bool = True) -> None:
+    def feed(
+        self, client: Client, theirs: socket.socket, data: bytes, disconnects: bool = True
+    ) -> None:
         """Makes the server read what a client sends; then the client disconnects."""
         self.refused = False
         try:
@@ -165,13 +168,16 @@ class Store(Target):
             pack_request(StoreOp.AT_LEAST, [b"n", b"7"], 1.0),
         ]
         replies = [
-            pack_reply(Status.OK, fields) for fields in ([], [b"1"], [b"value"], [b"a", b"b"], [b"-5", b""])
+            pack_reply(Status.OK, fields)
+            for fields in ([], [b"1"], [b"value"], [b"a", b"b"], [b"-5", b""])
         ] + [pack_reply(Status.TIMEOUT, [b"k", b"\xff"]), pack_reply(Status.ERROR, [b"why"])]
         changes = [
             FIRST_LINE + b"".join(requests[i] for i in at)
             for at in ((0,), (0, 4, 5), (0, 11, 14), (15, 15, 17, 8))
         ]
-        self.valid = [b"\0" + r for r in requests] + [b"\0" + a + b for a in requests for b in requests[:3]]
+        self.valid = [b"\0" + r for r in requests] + [
+            b"\0" + a + b for a in requests for b in requests[:3]
+        ]
         self.valid += [bytes([1 + kind]) + reply for kind in range(20) for reply in replies]
         self.valid += [b"\xff" + log for log in changes for _ in range(3)]
         self._folder = tempfile.TemporaryDirectory()
@@ -214,7 +220,10 @@ class Store(Target):
         self._driver.feed(client, theirs, sent)
         refused = self._driver.refused
         self._driver.feed(
-            self._good, self._good_end, pack_request(StoreOp.SET, [b"good", b"1"]), disconnects=False
+            self._good,
+            self._good_end,
+            pack_request(StoreOp.SET, [b"good", b"1"]),
+            disconnects=False,
         )
         if self._good_end.recv(1000) != pack_reply(Status.OK, ()):
             raise Found("another client gets a wrong reply")
@@ -253,7 +262,8 @@ class Store(Target):
 
 
 class Frames(Target):
-    """The control plane's relay and client, the data listener and single frames, by the first byte of an input."""
+    """The control plane's relay and client, the data listener and single frames, by the first byte
+    of an input."""
 
     def __init__(self) -> None:
         job: Any = SimpleNamespace(addresses=["127.0.0.1"], key=KEY, rank=0)
@@ -261,13 +271,20 @@ class Frames(Target):
         self._good, self._good_end = self._relay.client(0)
         self._good_end.setblocking(False)
         self._relay.feed(
-            self._good, self._good_end, frame({"t": "hello", "rank": 0, "host": "h", "pid": 1}), False
+            self._good,
+            self._good_end,
+            frame({"t": "hello", "rank": 0, "host": "h", "pid": 1}),
+            False,
         )
         data_listener = _Listener(
             job, lambda key: b"ABC"[len(key[0]) % 3 :][:1], lambda key, sock: sock.close()
         )
         self._data_listener = Driver(data_listener, None)
-        error = {"type": "RankLostError", "message": "gone", "fields": {"group": "g", "rank": 1, "seq": 5}}
+        error = {
+            "type": "RankLostError",
+            "message": "gone",
+            "fields": {"group": "g", "rank": 1, "seq": 5},
+        }
         barrier = Call(OPS["barrier"], (), (), 1.0)
         messages: list[dict[str, Any]] = [
             {"t": "hello", "rank": 1, "host": "h", "pid": 5},
@@ -279,15 +296,32 @@ class Frames(Target):
             {"t": "ask", "group": "g", "backend": "gloo", "to": [0, 1], "from": 1, "id": 1},
             {"t": "gone", "ranks": [[1, "why", "died"]]},
             {"t": "tell", "to": [0], "from": 1, "id": 1, "report": {"seq": 1}},
-            {"t": "tell", "to": [0], "from": 1, "id": 1, "report": operation_errors.report(None, None)},
-            {"t": "tell", "to": [0], "from": 1, "id": 1, "report": operation_errors.report(barrier, None)},
+            {
+                "t": "tell",
+                "to": [0],
+                "from": 1,
+                "id": 1,
+                "report": operation_errors.report(None, None),
+            },
+            {
+                "t": "tell",
+                "to": [0],
+                "from": 1,
+                "id": 1,
+                "report": operation_errors.report(barrier, None),
+            },
             {"t": "tell", "to": [0], "from": 2, "id": 1, "report": {"unknown": True}},
             {"t": "ready", "peers": [["h", 1], ["h", 2]]},
             {"group": "g", "kind": "c", "rank": 1},
             {"group": "gg", "kind": "m", "rank": 1},
         ]
         frames = [frame(message) for message in messages]
-        inputs = [*frames, *(frames[0] + one for one in frames), b"".join(frames), frame({"t": "ask"}) * 3]
+        inputs = [
+            *frames,
+            *(frames[0] + one for one in frames),
+            b"".join(frames),
+            frame({"t": "ask"}) * 3,
+        ]
         self.valid = [bytes([kind]) + one for kind in range(4) for one in inputs]
 
     def run(self, data: bytes) -> bool:
@@ -364,7 +398,8 @@ class Frames(Target):
 
 
 def resized(sent: bytes) -> bytes:
-    """Half of the inputs get the correct length of the first frame; otherwise few would reach the JSON parser."""
+    """Half of the inputs get the correct length of the first frame; otherwise few would reach the
+    JSON parser."""
     if len(sent) > 4 and zlib.crc32(sent) % 2:
         (length,) = struct.unpack_from("<I", sent)
         if length > len(sent) - 4:

@@ -1,8 +1,12 @@
-"""docs/architecture.md names every module of unicoll and of the backends."""
+"""docs/architecture.md names every module of unicoll and of the backends; references in docstrings name what exists."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+
+import pytest
 
 from tests.support.ranks import ROOT
 
@@ -15,3 +19,33 @@ def test_every_module_is_named() -> None:
     assert modules
     missing = [str(path.relative_to(ROOT)) for path in modules if path.name not in named]
     assert not missing, "docs/architecture.md does not name these modules"
+
+
+REFERENCE = re.compile(r":(?:mod|class|func|meth|attr|data|exc):`~?((?:%s)(?:\.\w+)+)`" % "|".join(PACKAGES))
+
+
+def _exists(name: str) -> bool:
+    """True if a dotted name is a module, or an attribute of what stands before its last point."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end])
+        if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
+            found = importlib.import_module(".".join(parts[:end]))
+            break
+    for part in parts[end:]:
+        if not hasattr(found, part):
+            return re.search(rf"\b(self\.)?{part}\b", inspect.getsource(found)) is not None
+        found = getattr(found, part)
+    return True
+
+
+@pytest.mark.torch
+def test_references_name_what_exists() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for name in sorted(set(REFERENCE.findall(path.read_text())))
+        if not _exists(name)
+    ]
+    assert not wrong, wrong

@@ -1,1 +1,2 @@
-"""The public functions, with torch.distributed's names. Each finds its group and calls a method of it."""
+"""The public functions, with torch.distributed's names. Each finds its group and calls a method of
+it."""

@@ -1,17 +1,20 @@
 """The collectives, with torch.distributed's names, argument names, order and defaults.
 
-Each function resolves its group and calls the group's method of the same name; roots given as global ranks become
-ranks in the group. "Array" is a NumPy, CuPy or torch array. All ranks of the group make the same call, in the same
-order as their other calls on this group, with arrays of the same element type.
+Each function resolves its group and calls the group's method of the same name; roots given as
+global ranks become ranks in the group. "Array" is a NumPy, CuPy or torch array. All ranks of the
+group make the same call, in the same order as their other calls on this group, with arrays of the
+same element type.
 
-Reductions take bool, integers of 8 to 64 bits, float16, bfloat16, float32, float64, complex64 and complex128 (which
-operation takes which, its error says), and over NCCL float8_e4m3fn and float8_e5m2. All other operations take these and
-any type of torch and ml_dtypes whose elements have a byte or more for themselves: other float8 and smaller numbers,
-integers of 1 to 7 bits, torch's bits, quantized types and complex32. Their bytes are moved.
+Reductions take bool, integers of 8 to 64 bits, float16, bfloat16, float32, float64, complex64 and
+complex128 (which operation takes which, its error says), and over NCCL float8_e4m3fn and
+float8_e5m2. All other operations take these and any type of torch and ml_dtypes whose elements have
+a byte or more for themselves: other float8 and smaller numbers, integers of 1 to 7 bits, torch's
+bits, quantized types and complex32. Their bytes are moved.
 
-Inputs that overlap outputs are read first: they are copied, unless a rank's own part of the data is where the result
-has it. (The input of an all_gather may be the rank's own output, or its part of ``output_tensor``; the output of a
-reduce_scatter or scatter its own input; and so on.) Outputs that overlap each other are refused.
+Inputs that overlap outputs are read first: they are copied, unless a rank's own part of the data is
+where the result has it. (The input of an all_gather may be the rank's own output, or its part of
+``output_tensor``; the output of a reduce_scatter or scatter its own input; and so on.) Outputs that
+overlap each other are refused.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ _COMMON = """
 
 
 def documented(row: str) -> Callable[[Function], Function]:
-    """Decorator: append what all collectives share, and MPI's counterpart of a row of the table, to the docstring."""
+    """Decorator: append what all collectives share, and MPI's counterpart of a row of the table, to
+    the docstring."""
     more = f"{_COMMON}\n    MPI's counterpart: {OPS[row].mpi}.\n"
 
     def complete(function: Function) -> Function:
@@ -107,7 +111,8 @@ def all_reduce(
 
     Args:
         tensor: array of any shape, equal on all ranks; input and output.
-        op: a :class:`~unicoll.arrays.types.ReduceOp`. Half-precision floats are accumulated in float32.
+        op: a :class:`~unicoll.arrays.types.ReduceOp`. Half-precision floats are accumulated in
+            float32.
     """
     try:
         pg = world.resolve(group, True)
@@ -161,8 +166,9 @@ def all_gather(
     """Collect every rank's ``tensor`` on all ranks.
 
     Args:
-        tensor_list: outputs, one array per rank in group order. They may differ in size from rank to rank, as long as
-            entry i has as many elements as rank i's ``tensor``, on all ranks alike.
+        tensor_list: outputs, one array per rank in group order. They may differ in size from rank
+            to rank, as long as entry i has as many elements as rank i's ``tensor``, on all ranks
+            alike.
         tensor: this rank's input, of any shape.
     """
     try:
@@ -187,15 +193,17 @@ def all_gather_into_tensor(
     """Collect every rank's ``input_tensor`` in one array on all ranks, in group order.
 
     Args:
-        output_tensor: output of n (ranks) times the input's elements: concatenated (``(n * d0, d1, ...)``) or stacked
-            (``(n, d0, d1, ...)``), which have the same layout in memory.
+        output_tensor: output of n (ranks) times the input's elements: concatenated (``(n * d0, d1,
+            ...)``) or stacked (``(n, d0, d1, ...)``), which have the same layout in memory.
         input_tensor: this rank's input ``(d0, d1, ...)``, of equal shape on all ranks.
     """
     try:
         pg = world.resolve(group, True)
         if pg is None:
             return None
-        return pg.all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op, timeout=timeout)
+        return pg.all_gather_into_tensor(
+            output_tensor, input_tensor, async_op=async_op, timeout=timeout
+        )
     except BaseException as e:
         world.interrupted(group, e)
         raise
@@ -216,8 +224,8 @@ def gather(
 
     Args:
         tensor: this rank's input; sizes may differ between ranks.
-        gather_list: on the destination, outputs in group order, of which output i has as many elements as rank i's
-            ``tensor``; elsewhere None.
+        gather_list: on the destination, outputs in group order, of which output i has as many
+            elements as rank i's ``tensor``; elsewhere None.
         dst: the destination's global rank; 0 when neither it nor ``group_dst`` is given.
         group_dst: the destination's rank in the group.
     """
@@ -247,8 +255,8 @@ def scatter(
 
     Args:
         tensor: this rank's output; sizes may differ between ranks.
-        scatter_list: on the source, inputs in group order, of which input i has as many elements as rank i's
-            ``tensor``; elsewhere None.
+        scatter_list: on the source, inputs in group order, of which input i has as many elements as
+            rank i's ``tensor``; elsewhere None.
         src: the source's global rank; 0 when neither it nor ``group_src`` is given.
         group_src: the source's rank in the group.
     """
@@ -277,8 +285,8 @@ def reduce_scatter(
 
     Args:
         output: this rank's output, as large as its entry of ``input_list``.
-        input_list: one input per rank in group order. They may differ in size from rank to rank, as long as entry i
-            has the same size on all ranks.
+        input_list: one input per rank in group order. They may differ in size from rank to rank, as
+            long as entry i has the same size on all ranks.
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
     """
     try:
@@ -305,7 +313,8 @@ def reduce_scatter_tensor(
 
     Args:
         output: this rank's output, of equal shape on all ranks.
-        input: world size times the output's elements: the parts concatenated or stacked, in group order.
+        input: world size times the output's elements: the parts concatenated or stacked, in group
+            order.
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
     """
     try:
@@ -330,14 +339,17 @@ def all_to_all(
     """Send entry j of the inputs to rank j; entry i of the outputs comes from rank i.
 
     Args:
-        output_tensor_list: outputs, one per rank in group order; entry i is as large as what rank i sends here.
+        output_tensor_list: outputs, one per rank in group order; entry i is as large as what rank i
+            sends here.
         input_tensor_list: inputs, one per rank in group order, of any sizes.
     """
     try:
         pg = world.resolve(group, True)
         if pg is None:
             return None
-        return pg.all_to_all(output_tensor_list, input_tensor_list, async_op=async_op, timeout=timeout)
+        return pg.all_to_all(
+            output_tensor_list, input_tensor_list, async_op=async_op, timeout=timeout
+        )
     except BaseException as e:
         world.interrupted(group, e)
         raise
@@ -359,10 +371,10 @@ def all_to_all_single(
     Args:
         output: output; the part from rank i follows that from rank i - 1 along dimension 0.
         input: input.
-        output_split_sizes: rows that come from each rank; their sum is the output's dimension 0. None for equal
-            parts.
-        input_split_sizes: rows that go to each rank; their sum is the input's dimension 0. None for equal parts. On
-            NCCL, which compares nothing, all ranks give sizes or none does.
+        output_split_sizes: rows that come from each rank; their sum is the output's dimension 0.
+            None for equal parts.
+        input_split_sizes: rows that go to each rank; their sum is the input's dimension 0. None for
+            equal parts. On NCCL, which compares nothing, all ranks give sizes or none does.
     """
     try:
         pg = world.resolve(group, True)
@@ -394,7 +406,8 @@ def scan(
 
     Args:
         tensor: array of any shape, equal on all ranks; input and output.
-        op: a :class:`~unicoll.arrays.types.ReduceOp`. Not AVG and PREMUL_SUM, which MPI_Scan lacks: DistTypeError.
+        op: a :class:`~unicoll.arrays.types.ReduceOp`. Not AVG and PREMUL_SUM, which MPI_Scan lacks:
+            DistTypeError.
     """
     try:
         pg = world.resolve(group, True)
@@ -415,11 +428,13 @@ def exscan(
     *,
     timeout: Timeout = None,
 ) -> Work | None:
-    """Reduce ``tensor`` element by element over the ranks before this one, in place; rank 0 keeps its own.
+    """Reduce ``tensor`` element by element over the ranks before this one, in place; rank 0 keeps
+    its own.
 
     Args:
         tensor: array of any shape, equal on all ranks; input and output.
-        op: a :class:`~unicoll.arrays.types.ReduceOp`. Not AVG and PREMUL_SUM, which MPI_Exscan lacks: DistTypeError.
+        op: a :class:`~unicoll.arrays.types.ReduceOp`. Not AVG and PREMUL_SUM, which MPI_Exscan
+            lacks: DistTypeError.
     """
     try:
         pg = world.resolve(group, True)
@@ -477,7 +492,7 @@ def monitored_barrier(
         raise
 
 
-# --- several arrays as one operation ------------------------------------------------------------------------------
+# --- several arrays as one operation --------------------------------------------------------------
 
 
 @documented("all_reduce")
@@ -545,7 +560,8 @@ def all_gather_coalesced(
     """:func:`all_gather` of several arrays as one operation.
 
     Args:
-        output_tensor_lists: for each rank in group order a list of outputs, shaped as that rank's inputs.
+        output_tensor_lists: for each rank in group order a list of outputs, shaped as that rank's
+            inputs.
         input_tensor_list: this rank's inputs; their number is equal on all ranks.
     """
     try:
@@ -553,7 +569,9 @@ def all_gather_coalesced(
         if pg is None:
             return None
         by_input = _by_input(pg, output_tensor_lists, input_tensor_list)
-        return pg.all_gather_coalesced(by_input, input_tensor_list, async_op=async_op, timeout=timeout)
+        return pg.all_gather_coalesced(
+            by_input, input_tensor_list, async_op=async_op, timeout=timeout
+        )
     except BaseException as e:
         world.interrupted(group, e)
         raise
@@ -563,12 +581,14 @@ def _by_input(
     pg: ProcessGroup, output_lists: Sequence[Sequence[Array]], inputs: Sequence[Array]
 ) -> list[list[Array]]:
     """torch's lists, one per rank, as the group's method takes them: one per input."""
-    if len(output_lists) != len(pg.ranks) or any(len(outputs) != len(inputs) for outputs in output_lists):
+    if len(output_lists) != len(pg.ranks) or any(
+        len(outputs) != len(inputs) for outputs in output_lists
+    ):
         refuse(
             pg,
             "all_gather_coalesced",
-            f"output_tensor_lists must be {len(pg.ranks)} lists (one per rank) of {len(inputs)} arrays "
-            f"(one per input), got lists of {[len(each) for each in output_lists]}",
+            f"output_tensor_lists must be {len(pg.ranks)} lists (one per rank) of {len(inputs)}"
+            f" arrays (one per input), got lists of {[len(each) for each in output_lists]}",
         )
     return [list(outputs) for outputs in zip(*output_lists, strict=True)]
 
@@ -621,7 +641,9 @@ def reduce_scatter_tensor_coalesced(
         pg = world.resolve(group)
         if pg is None:
             return None
-        return pg.reduce_scatter_tensor_coalesced(outputs, inputs, op=op, async_op=async_op, timeout=timeout)
+        return pg.reduce_scatter_tensor_coalesced(
+            outputs, inputs, op=op, async_op=async_op, timeout=timeout
+        )
     except BaseException as e:
         world.interrupted(group, e)
         raise

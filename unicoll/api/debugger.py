@@ -22,18 +22,19 @@ _visits: dict[tuple[str, int], int] = {}
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
-    """Stop one rank in pdb; the others wait until it continues. All ranks of the default group call this.
+    """Stop one rank in pdb; the others wait until it continues. All ranks of the default group call
+    this.
 
-    pdb stops at the call, before Python 3.13 at the line after it. The others wait in a barrier, which the first
-    command that continues the program (``c``, ``n``, ``s``) ends; ``q`` ends the program. pdb uses the terminal of the
-    process or, where its input and output are redirected (by a launcher), the terminal of a process that started it.
-    Ctrl-C goes to the launcher.
+    pdb stops at the call, before Python 3.13 at the line after it. The others wait in a barrier,
+    which the first command that continues the program (``c``, ``n``, ``s``) ends; ``q`` ends the
+    program. pdb uses the terminal of the process or, where its input and output are redirected (by
+    a launcher), the terminal of a process that started it. Ctrl-C goes to the launcher.
 
     Args:
         rank: global rank that enters pdb, equal on all ranks.
         skip: ignore the first ``skip`` calls at this line, equal on all ranks.
-        timeout_s: how long the others wait, in seconds; None takes the default group's timeout. It must be longer than
-            the time in pdb: torch's default is one hour.
+        timeout_s: how long the others wait, in seconds; None takes the default group's timeout. It
+            must be longer than the time in pdb: torch's default is one hour.
 
     Raises:
         DistArgumentError: not a rank of the job.
@@ -80,7 +81,8 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     debugger.message(
         f"rank {rank} of {job.size} (pid {os.getpid()}); the other ranks wait until it continues"
     )
-    debugger.set_trace(frame)  # the last call: pdb stops in the next frame that runs
+    # The last call: pdb stops in the next frame that runs.
+    debugger.set_trace(frame)
 
 
 class _Debugger(pdb.Pdb):
@@ -95,7 +97,8 @@ class _Debugger(pdb.Pdb):
         super().__init__(stdin=terminal.input, stdout=terminal.output, nosigint=True)
         self._terminal = terminal
         self._release: Callable[[], None] | None = release
-        self._done = False  # True after a command that ends the debugging
+        # True after a command that ends the debugging.
+        self._done = False
 
     def interaction(self, frame: FrameType | None, *rest: Any) -> None:
         with self._terminal.foreground():
@@ -119,7 +122,8 @@ class _Terminal:
     """A terminal of this process, or of the nearest process above it that has one.
 
     Attributes:
-        input, output: its files. None if they are this process's stdin and stdout, with which pdb edits lines.
+        input, output: its files. None if they are this process's stdin and stdout, with which pdb
+            edits lines.
 
     Raises:
         DistError: there is none.
@@ -129,7 +133,8 @@ class _Terminal:
     output: TextIO | None = None
 
     def __init__(self) -> None:
-        with contextlib.suppress(AttributeError, ValueError, OSError):  # None, closed, or not a file
+        # None, closed, or not a file.
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             if sys.stdin.isatty() and sys.stdout.isatty():
                 self._fd = sys.stdin.fileno()
                 return
@@ -145,7 +150,8 @@ class _Terminal:
 
     @contextlib.contextmanager
     def foreground(self) -> Iterator[None]:
-        """Make this process's group the terminal's foreground group: the kernel stops others that read from it.
+        """Make this process's group the terminal's foreground group: the kernel stops others that
+        read from it.
 
         Without effect on a terminal of another session, which has no job control for this process.
         """
@@ -164,7 +170,8 @@ class _Terminal:
 def _set_foreground(fd: int, group: int) -> None:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTTOU,))
     try:
-        with contextlib.suppress(OSError):  # the group has ended
+        # The group has ended.
+        with contextlib.suppress(OSError):
             os.tcsetpgrp(fd, group)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -181,13 +188,15 @@ def _open_terminal() -> int:
             return fd
         os.close(fd)
     raise DistError(
-        f"breakpoint: {os.uname().nodename} process {os.getpid()} has no terminal, and neither do its parent processes:"
-        " start the job from a terminal, and give a rank of the host where you started it"
+        f"breakpoint: {os.uname().nodename} process {os.getpid()} has no terminal, and neither do"
+        " its parent processes: start the job from a terminal, and give a rank of the host where"
+        " you started it"
     )
 
 
 def _possible_terminals() -> Iterator[str]:
-    yield "/dev/tty"  # of the session
+    # Of the session.
+    yield "/dev/tty"
     for pid in (os.getpid(), *(pid for _, pid in ancestors())):
         for fd in (0, 1, 2):
             with contextlib.suppress(OSError):

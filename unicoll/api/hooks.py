@@ -1,4 +1,5 @@
-"""Hooks around the calls of groups, and ready-made ones: a check for NaN and infinity, and ranges in profilers."""
+"""Hooks around the calls of groups, and ready-made ones: a check for NaN and infinity, and ranges
+in profilers."""
 
 from __future__ import annotations
 
@@ -27,19 +28,20 @@ def add_hook(
 ) -> Hook:
     """Have functions called for each collective and message.
 
-    Without hooks calls are as fast as if there were none at all. Several hooks are called in the order in which they
-    were added. A hook must not make calls of the group itself.
+    Without hooks calls are as fast as if there were none at all. Several hooks are called in the
+    order in which they were added. A hook must not make calls of the group itself.
 
     Args:
-        before: called with a :class:`HookedCall`, which has the arrays, before the call starts. If it raises, nothing
-            is sent and the caller gets the exception; the other ranks wait for this one. The hooks that were called
-            before it see the call end with that error.
-        after: called when the call has ended, with or without an error. For an asynchronous call that is another
-            thread; for one that NCCL has enqueued it is the watchdog's, within about 0.1 s. Exceptions are logged.
-        returned: called on the caller's thread when the call returns, with or without an exception; an asynchronous
-            call, or one on a GPU, has then been enqueued. Exceptions are logged.
-        waited: called with the seconds for which a thread of the program was blocked: in a blocking call, or each time
-            in ``Work.wait`` or ``Work.synchronize``.
+        before: called with a :class:`HookedCall`, which has the arrays, before the call starts. If
+            it raises, nothing is sent and the caller gets the exception; the other ranks wait for
+            this one. The hooks that were called before it see the call end with that error.
+        after: called when the call has ended, with or without an error. For an asynchronous call
+            that is another thread; for one that NCCL has enqueued it is the watchdog's, within
+            about 0.1 s. Exceptions are logged.
+        returned: called on the caller's thread when the call returns, with or without an exception;
+            an asynchronous call, or one on a GPU, has then been enqueued. Exceptions are logged.
+        waited: called with the seconds for which a thread of the program was blocked: in a blocking
+            call, or each time in ``Work.wait`` or ``Work.synchronize``.
         group: whose calls; None means all groups of the job, also later ones.
 
     Returns:
@@ -62,14 +64,15 @@ def add_hook(
     return add_to_job(world.current("add_hook"), Hook(*functions))
 
 
-# --- NaN and infinity ---------------------------------------------------------------------------------------------
+# --- NaN and infinity -----------------------------------------------------------------------------
 
 
 def check_finite(group: Any = None) -> Hook:
-    """Refuse arrays with NaN or infinite elements before they are sent, with the rank and the line of the caller.
+    """Refuse arrays with NaN or infinite elements before they are sent, with the rank and the line
+    of the caller.
 
-    Arrays on a GPU are checked there, and the host waits for the result. Raises as :func:`add_hook` does; a call with
-    such an array raises DistArgumentError, and nothing of it is sent.
+    Arrays on a GPU are checked there, and the host waits for the result. Raises as :func:`add_hook`
+    does; a call with such an array raises DistArgumentError, and nothing of it is sent.
     """
     return add_hook(_refuse_nonfinite, group=group)
 
@@ -83,8 +86,8 @@ def _refuse_nonfinite(call: HookedCall) -> None:
         if nans or infinite:
             which = f"input {number}" if len(call.inputs) > 1 else "the input"
             raise DistArgumentError(
-                f"{call} on group {call.group!r}: {which} of rank {call.rank} has {nans} NaN and {infinite}"
-                f" infinite of {size} elements, at {call.site}",
+                f"{call} on group {call.group!r}: {which} of rank {call.rank} has {nans} NaN and"
+                f" {infinite} infinite of {size} elements, at {call.site}",
                 op=call.op,
                 group=call.group,
             )
@@ -98,7 +101,8 @@ def _count_nonfinite(array: Any) -> tuple[int, int, int] | None:
         if not (array.is_floating_point() or array.is_complex()):
             return None
         values = array.detach()
-        if values.element_size() == 1:  # float8 has few functions
+        # float8 has few functions.
+        if values.element_size() == 1:
             values = values.float()
         return int(library.isnan(values).sum()), int(library.isinf(values).sum()), values.numel()
     if family == "cupy" and library is not None:
@@ -116,16 +120,18 @@ MakeRange = Callable[[str], Callable[[], None]]
 """Begins a range and returns the function that ends it."""
 
 
-# --- profilers ----------------------------------------------------------------------------------------------------
+# --- profilers ------------------------------------------------------------------------------------
 
 
 def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any = None) -> Hook:
     """Show each call as a range in Nsight Systems (NVTX) and in ``torch.profiler``.
 
-    Calls are ranges of ``torch.profiler`` without this, too, from the first call with a torch tensor on while it runs.
+    Calls are ranges of ``torch.profiler`` without this, too, from the first call with a torch
+    tensor on while it runs.
 
-    A range is ``unicoll::all_reduce`` with the group, the arrays and the line of the caller. It lasts as long as the
-    caller is in the call: for an asynchronous call, and for one on a GPU, that is the time to enqueue it.
+    A range is ``unicoll::all_reduce`` with the group, the arrays and the line of the caller. It
+    lasts as long as the caller is in the call: for an asynchronous call, and for one on a GPU, that
+    is the time to enqueue it.
 
     Args:
         nvtx: None: if the package ``nvtx`` is installed.
@@ -133,7 +139,8 @@ def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any 
         group: as for :func:`add_hook`.
 
     Raises:
-        BackendUnavailableError: nvtx is not installed and torch not imported, or a requested one cannot be imported.
+        BackendUnavailableError: nvtx is not installed and torch not imported, or a requested one
+            cannot be imported.
     """
     makers: list[MakeRange] = []
     if nvtx or nvtx is None:
@@ -147,8 +154,8 @@ def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any 
         makers.append(_torch_ranges)
     if not makers:
         raise BackendUnavailableError(
-            "annotate: nothing records ranges: the package nvtx is not installed (or nvtx=False), and torch has not"
-            " been imported (or torch=False)"
+            "annotate: nothing records ranges: the package nvtx is not installed (or nvtx=False),"
+            " and torch has not been imported (or torch=False)"
         )
     ranges = threading.local()
 
@@ -169,7 +176,8 @@ _ranged = threading.local()
 
 
 def _first_of(call: HookedCall) -> bool:
-    """True once for each call, whose hooks all get the same object: a call is one range of torch's profiler."""
+    """True once for each call, whose hooks all get the same object: a call is one range of torch's
+    profiler."""
     known = getattr(_ranged, "call", None) is call
     _ranged.call = call
     return not known
@@ -179,7 +187,8 @@ _profiled: Hook | None = None
 
 
 def follow_profiler(running: bool) -> None:
-    """Show the job's calls in ``torch.profiler`` while it runs; called at a change, by a call with a tensor."""
+    """Show the job's calls in ``torch.profiler`` while it runs; called at a change, by a call with
+    a tensor."""
     global _profiled
     if _profiled is not None:
         _profiled.remove()
@@ -193,7 +202,9 @@ def _nvtx_ranges(required: bool) -> MakeRange | None:
         nvtx: Any = import_module("nvtx")
     except ImportError as e:
         if required:
-            raise BackendUnavailableError(f"annotate: the package nvtx cannot be imported: {e}") from None
+            raise BackendUnavailableError(
+                f"annotate: the package nvtx cannot be imported: {e}"
+            ) from None
         return None
 
     def make(text: str) -> Callable[[], None]:

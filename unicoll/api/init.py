@@ -1,4 +1,5 @@
-"""init_process_group, join and destroy_process_group; explain, which says what they have chosen and why."""
+"""init_process_group, join and destroy_process_group; explain, which says what they have chosen and
+why."""
 
 from __future__ import annotations
 
@@ -40,16 +41,18 @@ def init_process_group(
     pg_options: Any = None,
     device_id: Any = None,
 ) -> None:
-    """Join the job: find the other processes and make the default process group. Returns when all have joined.
+    """Join the job: find the other processes and make the default process group. Returns when all
+    have joined.
 
     Args:
-        backend: ``"gloo"``, ``"mpi"``, ``"nccl"``, a registered name, ``"cpu:gloo,cuda:nccl"``, or None to choose by
-            device and launcher (:func:`explain` says what was chosen and why). ``"fake"``: one process alone, as any
-            rank of any world size, for dry runs (:mod:`unicoll.backend.host.fake`); it needs no init method or store.
-        init_method: ``env://`` (the default: the launcher's environment), ``tcp://host:port`` (IPv6 in brackets),
-            ``file:///path``. Not together with ``store``.
-        timeout: default timeout of the group's operations and limit of the time to join, timedelta or seconds; None is
-            30 minutes for operations and 5 minutes to join.
+        backend: ``"gloo"``, ``"mpi"``, ``"nccl"``, a registered name, ``"cpu:gloo,cuda:nccl"``, or
+            None to choose by device and launcher (:func:`explain` says what was chosen and why).
+            ``"fake"``: one process alone, as any rank of any world size, for dry runs
+            (:mod:`unicoll.backend.host.fake`); it needs no init method or store.
+        init_method: ``env://`` (the default: the launcher's environment), ``tcp://host:port`` (IPv6
+            in brackets), ``file:///path``. Not together with ``store``.
+        timeout: default timeout of the group's operations and limit of the time to join, timedelta
+            or seconds; None is 30 minutes for operations and 5 minutes to join.
         world_size, rank: number of processes and rank of this one; -1 takes them from the launcher.
         store: a store that all processes share; with it ``world_size`` and ``rank`` are needed.
         group_name: accepted because torch has it; not used.
@@ -57,7 +60,8 @@ def init_process_group(
         device_id: device that this process is bound to (index, or a torch or unicoll device).
 
     Raises:
-        DistArgumentError: arguments or environment do not give rank and world size, or contradict each other.
+        DistArgumentError: arguments or environment do not give rank and world size, or contradict
+            each other.
         BackendUnavailableError: the backend cannot be used here, and why.
         OperationTimeoutError: not all ranks joined in time; names the missing.
         AuthenticationError: the other ranks have another secret.
@@ -65,16 +69,25 @@ def init_process_group(
     """
     if world.replaces_lost_rank():
         raise DistArgumentError(
-            "init_process_group: this process replaces a rank that has ended, and joins the others by"
-            " unicoll.recover(state), which they call, too (docs/recovery.md)"
+            "init_process_group: this process replaces a rank that has ended, and joins the others"
+            " by unicoll.recover(state), which they call, too (docs/recovery.md)"
         )
     if world.is_initialized():
         raise DistArgumentError(
-            "init_process_group: the default process group exists already (torch.distributed.init_process_group makes"
-            " it, too, with a backend of unicoll); call destroy_process_group first"
+            "init_process_group: the default process group exists already"
+            " (torch.distributed.init_process_group makes it, too, with a backend of unicoll); call"
+            " destroy_process_group first"
         )
     job = join_with_group(
-        "init_process_group", backend, init_method, timeout, world_size, rank, store, pg_options, device_id
+        "init_process_group",
+        backend,
+        init_method,
+        timeout,
+        world_size,
+        rank,
+        store,
+        pg_options,
+        device_id,
     )
     enter(job, follow_profiler)
 
@@ -94,39 +107,47 @@ def join(
 ) -> ProcessGroup:
     """Join a job and return the group of all its ranks; it does not become the default group.
 
-    A process can be in several jobs at once, of other processes and with other ranks. Their groups are independent: a
-    failure in one does not concern the others. Pass the group as ``group=`` to the functions of the package, or call
-    its methods; :func:`split_group` makes further groups of it. ``destroy_process_group(group)`` leaves the job. Ranks
-    that functions take and return, ``src=`` for example, are those of this job.
+    A process can be in several jobs at once, of other processes and with other ranks. Their groups
+    are independent: a failure in one does not concern the others. Pass the group as ``group=`` to
+    the functions of the package, or call its methods; :func:`split_group` makes further groups of
+    it. ``destroy_process_group(group)`` leaves the job. Ranks that functions take and return,
+    ``src=`` for example, are those of this job.
 
     Args:
-        init_method, store, timeout, backend, pg_options, device_id: as for :func:`init_process_group`.
-        name: of the job, and of the group; equal on all ranks, and another one than those of the other jobs that this
-            process is in or that use the same address or store: a letter and up to 63 letters, digits, ``.``, ``_``
-            and ``-``; not "world". Jobs at one address (``tcp://``) have the same process as rank 0, and one secret.
-        rank, world_size: of this process in this job. -1 takes both from the launcher, whose processes then join. If
-            they are given, here or in the URL, the processes may be of several launchers, whose variables are not
-            used, and ``init_method`` or ``store`` is needed.
-        secret: the secret of the job, equal on all its ranks; None takes the launcher's, or that of UNICOLL_SECRET or
-            UNICOLL_SECRET_FILE. Processes of several launchers need one that both know. The launcher's own store,
-            which serves ``env://``, has the launcher's secret.
+        init_method, store, timeout, backend, pg_options, device_id: as for
+            :func:`init_process_group`.
+        name: of the job, and of the group; equal on all ranks, and another one than those of the
+            other jobs that this process is in or that use the same address or store: a letter and
+            up to 63 letters, digits, ``.``, ``_`` and ``-``; not "world". Jobs at one address
+            (``tcp://``) have the same process as rank 0, and one secret.
+        rank, world_size: of this process in this job. -1 takes both from the launcher, whose
+            processes then join. If they are given, here or in the URL, the processes may be of
+            several launchers, whose variables are not used, and ``init_method`` or ``store`` is
+            needed.
+        secret: the secret of the job, equal on all its ranks; None takes the launcher's, or that of
+            UNICOLL_SECRET or UNICOLL_SECRET_FILE. Processes of several launchers need one that both
+            know. The launcher's own store, which serves ``env://``, has the launcher's secret.
 
     Raises:
-        DistArgumentError: also for an invalid name, an empty secret, and ranks without a place to meet.
-        BackendUnavailableError, OperationTimeoutError, AuthenticationError, DistStoreError, DistNetworkError: as for
-            :func:`init_process_group`.
+        DistArgumentError: also for an invalid name, an empty secret, and ranks without a place to
+            meet.
+        BackendUnavailableError, OperationTimeoutError, AuthenticationError, DistStoreError,
+            DistNetworkError: as for :func:`init_process_group`.
     """
     from unicoll.net.wire.secret import given_secret
 
     key = None if secret is None else given_secret(secret)
-    secret = None  # a traceback with local variables does not show it
+    # A traceback with local variables does not show it.
+    secret = None
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name == DEFAULT_NAME:
         raise DistArgumentError(
-            f"join: name={name!r} must be a letter and up to {_NAME_LENGTH - 1} letters, digits, '.', '_' or '-', and"
-            f" not {DEFAULT_NAME!r}"
+            f"join: name={name!r} must be a letter and up to {_NAME_LENGTH - 1} letters, digits,"
+            f" '.', '_' or '-', and not {DEFAULT_NAME!r}"
         )
     if (world_size, rank) != (-1, -1) and init_method is None and store is None:
-        raise DistArgumentError("join: rank and world_size are given; give init_method or store, too")
+        raise DistArgumentError(
+            "join: rank and world_size are given; give init_method or store, too"
+        )
     group: ProcessGroup = join_with_group(
         "join",
         backend,
@@ -157,9 +178,10 @@ def join_with_group(
     secret: Secret | None = None,
 ) -> Job:
     """Join a job and make its group of all ranks, for the public function ``what``."""
-    # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
-    # new_group imports nothing: an import that fails on one rank, for want of descriptors for example, would come
-    # before the rank has counted the group, and its later groups would have other names than on the other ranks.
+    # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs
+    # only. new_group imports nothing: an import that fails on one rank, for want of descriptors for
+    # example, would come before the rank has counted the group, and its later groups would have
+    # other names than on the other ranks.
     import unicoll.api.subgroups  # noqa: F401
     from unicoll.bootstrap.join import join
 
@@ -173,7 +195,8 @@ def join_with_group(
 
 
 def make_default_group(job: Job, joining_s: float, pg_options: Any, device_id: Any) -> None:
-    """Make the group of all ranks of a job that this process has joined; on an error the job is left."""
+    """Make the group of all ranks of a job that this process has joined; on an error the job is
+    left."""
     from unicoll.backend.contract import Context
     from unicoll.bootstrap.join import leave
     from unicoll.group.process_group import ProcessGroup
@@ -191,7 +214,8 @@ def make_default_group(job: Job, joining_s: float, pg_options: Any, device_id: A
 
 
 def enter(job: Job, follow: Callable[[bool], None] | None = None) -> None:
-    """Make the group of a job that this process has joined the default group, which the functions then use.
+    """Make the group of a job that this process has joined the default group, which the functions
+    then use.
 
     Args:
         follow: called when ``torch.profiler`` has started or stopped.
@@ -216,16 +240,18 @@ def follow_profiler(running: bool) -> None:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """End a group; with None, ``group.WORLD`` or a group of :func:`join` the whole job, for this process.
+    """End a group; with None, ``group.WORLD`` or a group of :func:`join` the whole job, for this
+    process.
 
-    Posted operations are finished first, for a few seconds at most. Afterwards ``init_process_group`` may be called
-    again. A view made by ``ProcessGroup.using`` stands for its group.
+    Posted operations are finished first, for a few seconds at most. Afterwards
+    ``init_process_group`` may be called again. A view made by ``ProcessGroup.using`` stands for its
+    group.
 
     Raises:
         NotInitializedError: there is no default group.
         DistArgumentError: the group is not one of this process.
-        DistError: the error with which posted operations of the group have ended, if no call has raised it. The group
-            is destroyed.
+        DistError: the error with which posted operations of the group have ended, if no call has
+            raised it. The group is destroyed.
     """
     if group is GroupMember.NON_GROUP_MEMBER:
         return
@@ -238,9 +264,11 @@ def destroy_process_group(group: Any = None) -> None:
         try:
             leave(job)
         except DistError as e:
-            raise e.with_traceback(None) from e.__cause__  # the frames are those of the teardown
+            # The frames are those of the teardown.
+            raise e.with_traceback(None) from e.__cause__
         return
-    with ExitStack() as ending:  # also if an exception of a signal's handler comes here
+    # Also if an exception of a signal's handler comes here.
+    with ExitStack() as ending:
         ending.callback(_leave_if_empty, job)
         ending.callback(pg.close)
         job.groups.remove(pg)
@@ -255,7 +283,8 @@ def _leave_if_empty(job: Job) -> None:
 
 
 def explain(group: Any = None) -> str:
-    """The choices of init_process_group with source and reason: rank, store, secret, interface, backends.
+    """The choices of init_process_group with source and reason: rank, store, secret, interface,
+    backends.
 
     Before init_process_group: the choices that the environment would give. One line for each.
 

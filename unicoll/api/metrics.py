@@ -1,14 +1,16 @@
-"""Counters of calls, bytes and seconds by operation and group, as a dict and as a Prometheus text file.
+"""Counters of calls, bytes and seconds by operation and group, as a dict and as a Prometheus text
+file.
 
     unicoll.metrics.enable()
     ...
     unicoll.metrics.snapshot()["all_reduce", "world"].bytes
 
-With ``UNICOLL_METRICS_FILE`` set, ``init_process_group`` enables them, and the file is rewritten every few seconds and
-when the process leaves the job. ``{rank}`` in the name is the rank. Without it, in a job of several ranks, the launcher
-``unirun`` writes one file of that name with all ranks (with several nodes ``.nodeN`` is inserted before the suffix);
-under other launchers each rank writes a file with ``.rankN`` before the suffix. The format is Prometheus's text
-exposition format, which the textfile collector of node_exporter reads:
+With ``UNICOLL_METRICS_FILE`` set, ``init_process_group`` enables them, and the file is rewritten
+every few seconds and when the process leaves the job. ``{rank}`` in the name is the rank. Without
+it, in a job of several ranks, the launcher ``unirun`` writes one file of that name with all ranks
+(with several nodes ``.nodeN`` is inserted before the suffix); under other launchers each rank
+writes a file with ``.rankN`` before the suffix. The format is Prometheus's text exposition format,
+which the textfile collector of node_exporter reads:
 https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
@@ -25,7 +27,8 @@ __all__ = ["Counters", "disable", "enable", "reset", "snapshot", "write"]
 
 
 def enable() -> None:
-    """Count the calls that start from now on, on all groups of the job; no effect if they are counted already.
+    """Count the calls that start from now on, on all groups of the job; no effect if they are
+    counted already.
 
     Raises:
         NotInitializedError: there is no default group.

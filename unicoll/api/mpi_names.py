@@ -1,4 +1,5 @@
-"""What functions of mpi4py are called here, for errors about names that do not exist; docs/hpc.md has all of them."""
+"""What functions of mpi4py are called here, for errors about names that do not exist; docs/hpc.md
+has all of them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Serialised objects as messages: headers, bodies, and loading.
 
-The body is the object's bytes. A header of fixed size has the size of the body, or the reason why there is none. It
-also has the body if that is small, so that small objects take one exchange. A list of objects is one object.
+The body is the object's bytes. A header of fixed size has the size of the body, or the reason why
+there is none. It also has the body if that is small, so that small objects take one exchange. A
+list of objects is one object.
 
-A message has a tag of its own for its body, which its header names: threads that send to, or receive from, one rank at
-the same time exchange headers and bodies in any order.
+A message has a tag of its own for its body, which its header names: threads that send to, or
+receive from, one rank at the same time exchange headers and bodies in any order.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ Body = ByteArray | bytes
 
 _OK, _FAILED, _REFUSED = range(3)
 HEADER = struct.Struct("<qqq232s")
-"""Status, bytes in the body, a message's tag of the body, the body if it fits or why there is none."""
+"""Status, bytes in the body, a message's tag of the body, the body if it fits or why there is
+none."""
 _ROOM = 232
-_BODY_TAGS = INTERNAL_TAGS[1:]  # the first is that of fallbacks
+# The first is that of fallbacks.
+_BODY_TAGS = INTERNAL_TAGS[1:]
 
 
 _serials = count()
@@ -73,13 +76,18 @@ class Payload:
         # Any exception of a user's object must reach the other ranks, which wait for this one.
         except Exception as error:
             kind = PickleRefusedError if isinstance(error, PickleRefusedError) else DistError
-            reason = str(error) if isinstance(error, DistError) else f"{type(error).__name__}: {error}"
-            wrapped = kind(f"{op}: {reason}", group=pg.group_name, rank=pg.global_rank(pg.rank()), op=op)
+            reason = (
+                str(error) if isinstance(error, DistError) else f"{type(error).__name__}: {error}"
+            )
+            wrapped = kind(
+                f"{op}: {reason}", group=pg.group_name, rank=pg.global_rank(pg.rank()), op=op
+            )
             wrapped.__cause__ = error
             return cls(b"", wrapped)
 
     def seal(self, pg: ProcessGroup, call: int | None, receiver: int = -1) -> Payload:
-        """Add the MAC, if the group has them: of a collective, by its number, or a message; for one receiver or all.
+        """Add the MAC, if the group has them: of a collective, by its number, or a message; for one
+        receiver or all.
 
         A message gets its tag, if the group has tags.
         """
@@ -110,7 +118,9 @@ class Payload:
         status, rest = _OK, self._data if self.is_small else b""
         if self.error is not None:
             status = _REFUSED if isinstance(self.error, PickleRefusedError) else _FAILED
-            reason = str(self.error).partition(": ")[2].removesuffix(object_codec.HOW_TO_ALLOW).rstrip()
+            reason = (
+                str(self.error).partition(": ")[2].removesuffix(object_codec.HOW_TO_ALLOW).rstrip()
+            )
             rest = reason.encode("utf-8", "replace")[:_ROOM]
         packed = np.empty(HEADER.size, np.uint8)
         HEADER.pack_into(packed.data, 0, status, self.size, self.tag, rest)
@@ -129,7 +139,9 @@ def read_headers(
         raise mine.error
     sizes: list[int] = []
     bodies: list[Body] = []
-    for sender, (status, size, _, rest) in zip(senders, HEADER.iter_unpack(headers.data), strict=True):
+    for sender, (status, size, _, rest) in zip(
+        senders, HEADER.iter_unpack(headers.data), strict=True
+    ):
         if status != _OK or size <= 0:
             _raise_for(pg, sender, status, rest.rstrip(b"\0").decode("utf-8", "replace"), op)
         sizes.append(size)
@@ -198,7 +210,8 @@ def fill(
         )
     if len(objects) != len(target):
         raise DistArgumentError(
-            f"{op}: rank {pg.global_rank(sender)} sent {len(objects)} objects, object_list has {len(target)}",
+            f"{op}: rank {pg.global_rank(sender)} sent {len(objects)} objects, object_list has"
+            f" {len(target)}",
             group=pg.group_name,
             op=op,
         )
@@ -207,7 +220,12 @@ def fill(
 
 
 def fill_each(
-    pg: ProcessGroup, target: MutableSequence[Any], bodies: Sequence[Body], op: str, call: int, mine: Payload
+    pg: ProcessGroup,
+    target: MutableSequence[Any],
+    bodies: Sequence[Body],
+    op: str,
+    call: int,
+    mine: Payload,
 ) -> None:
     """One object of each rank; the list is filled only when all of them could be loaded."""
     objects = [load(pg, body, rank, op, call, mine=mine) for rank, body in enumerate(bodies)]

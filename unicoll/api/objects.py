@@ -1,14 +1,16 @@
-"""Collectives of Python objects, with torch.distributed's names, argument names, order and defaults.
+"""Collectives of Python objects, with torch.distributed's names, argument names, order and
+defaults.
 
-Objects are pickled if the job is trusted (only holders of its secret can have joined) and no rank sets
-``UNICOLL_ALLOW_PICKLE=0``. Otherwise they must be plain (numbers, str, bytes, containers, NumPy arrays) and are sent in
-the typed format of :mod:`unicoll.net.objects.object_codec`.
+Objects are pickled if the job is trusted (only holders of its secret can have joined) and no rank
+sets ``UNICOLL_ALLOW_PICKLE=0``. Otherwise they must be plain (numbers, str, bytes, containers,
+NumPy arrays) and are sent in the typed format of :mod:`unicoll.net.objects.object_codec`.
 
-With the backend ``fake`` nothing arrives, so the receivers use what they hold as the sender's objects.
+With the backend ``fake`` nothing arrives, so the receivers use what they hold as the sender's
+objects.
 
-Every exchange begins with a header of fixed size per sender: the size of its body, or why there is none. So an object
-that cannot be serialised on one rank raises on all of them, and no rank waits for it. Small bodies are in the headers;
-if one of them is not, all bodies follow.
+Every exchange begins with a header of fixed size per sender: the size of its body, or why there is
+none. So an object that cannot be serialised on one rank raises on all of them, and no rank waits
+for it. Small bodies are in the headers; if one of them is not, all bodies follow.
 """
 
 from __future__ import annotations
@@ -54,16 +56,20 @@ def broadcast_object_list(
     Args:
         object_list: as long on all ranks; input on the source, elsewhere its entries are replaced.
         src: the source's global rank; 0 when neither it nor ``group_src`` is given.
-        group: the process group; None means the default one. Outside it: a warning, and no data moves.
+        group: the process group; None means the default one. Outside it: a warning, and no data
+            moves.
         device: accepted because torch.distributed has it; objects are sent from host memory.
         group_src: the source's rank in the group.
-        timeout: how long it may take (timedelta, or seconds); None takes the group's for each of its steps.
+        timeout: how long it may take (timedelta, or seconds); None takes the group's for each of
+            its steps.
 
     Raises:
-        DistArgumentError, DistTypeError: a bad argument, or a list of another length than the source's.
-        PickleRefusedError, DistError: an object cannot be serialised (on all ranks, naming rank and type), or
-            not be loaded (where that happened).
-        CollectiveMismatchError, OperationTimeoutError, RankLostError, NotInitializedError: as elsewhere.
+        DistArgumentError, DistTypeError: a bad argument, or a list of another length than the
+            source's.
+        PickleRefusedError, DistError: an object cannot be serialised (on all ranks, naming rank and
+            type), or not be loaded (where that happened).
+        CollectiveMismatchError, OperationTimeoutError, RankLostError, NotInitializedError: as
+            elsewhere.
     """
     try:
         op = "broadcast_object_list"
@@ -74,7 +80,8 @@ def broadcast_object_list(
         _check_list(pg, op, "object_list", object_list, 0)
         clock = Deadline(timeout)
         mine = Payload.of(pg, list(object_list), op) if pg.rank() == root or pg.job.fake else None
-        call = pg.object_seals.next_collective()  # after what can fail on this rank alone
+        # After what can fail on this rank alone.
+        call = pg.object_seals.next_collective()
         header = mine.seal(pg, call).header() if mine else np.empty(HEADER.size, np.uint8)
         pg.broadcast(header, src=root, timeout=clock.left())
         sizes, bodies = read_headers(pg, header, [root], mine, op)
@@ -82,7 +89,8 @@ def broadcast_object_list(
             if mine is None:
                 body = np.empty(sizes[0], np.uint8)
             else:
-                body = mine.body.copy() if pg.job.fake else mine.body  # with the backend fake an output
+                # With the backend fake an output.
+                body = mine.body.copy() if pg.job.fake else mine.body
             pg.broadcast(body, src=root, timeout=clock.left())
             bodies = [body]
         if mine is None:
@@ -93,13 +101,17 @@ def broadcast_object_list(
 
 
 def all_gather_object(
-    object_list: MutableSequence[Any], obj: Any, group: ProcessGroup | None = None, *, timeout: Timeout = None
+    object_list: MutableSequence[Any],
+    obj: Any,
+    group: ProcessGroup | None = None,
+    *,
+    timeout: Timeout = None,
 ) -> None:
     """Collect one object of every rank on all ranks.
 
     Args:
-        object_list: output list with at least as many entries as the group has ranks; entry i is replaced by
-            rank i's object (this rank's own comes back as a copy).
+        object_list: output list with at least as many entries as the group has ranks; entry i is
+            replaced by rank i's object (this rank's own comes back as a copy).
         obj: this rank's object.
         group, timeout: as in :func:`broadcast_object_list`.
 
@@ -137,8 +149,8 @@ def gather_object(
 
     Args:
         obj: this rank's object.
-        object_gather_list: on the destination, a list with at least as many entries as the group has ranks;
-            elsewhere None.
+        object_gather_list: on the destination, a list with at least as many entries as the group
+            has ranks; elsewhere None.
         dst: the destination's global rank; 0 when neither it nor ``group_dst`` is given.
         group_dst: the destination's rank in the group.
         group, timeout: as in :func:`broadcast_object_list`.
@@ -186,8 +198,10 @@ def scatter_object_list(
     """Give each rank its entry of one rank's list.
 
     Args:
-        scatter_object_output_list: non-empty list; its first entry is replaced by this rank's object.
-        scatter_object_input_list: on the source, one object per rank in group order; ignored elsewhere.
+        scatter_object_output_list: non-empty list; its first entry is replaced by this rank's
+            object.
+        scatter_object_input_list: on the source, one object per rank in group order; ignored
+            elsewhere.
         src: the source's global rank; 0 when neither it nor ``group_src`` is given.
         group_src: the source's rank in the group.
         group, timeout: as in :func:`broadcast_object_list`.
@@ -218,7 +232,8 @@ def scatter_object_list(
         headers = None
         if payloads and largest:
             headers = [p.header() if largest.is_small else largest.header() for p in payloads]
-            if pg.rank() != root:  # with the backend fake
+            # With the backend fake.
+            if pg.rank() != root:
                 header, headers = headers[pg.rank()], None
         pg.scatter(header, headers, src=root, timeout=clock.left())
         carried = read_headers(pg, header, [root], largest, op)[1]
@@ -255,7 +270,8 @@ def recv_list(
     tag: int | None,
     timeout: Timeout,
 ) -> int:
-    """:func:`unicoll.recv_object_list` from group rank ``src`` or any; returns the sender's group rank."""
+    """:func:`unicoll.recv_object_list` from group rank ``src`` or any; returns the sender's group
+    rank."""
     op = "recv_object_list"
     clock = Deadline(timeout)
     mine = Payload.of(pg, list(objects), op) if pg.job.fake else None
@@ -263,11 +279,13 @@ def recv_list(
     src = _transfer(pg, False, header, src, tag, batched, clock)
     sizes, bodies = read_headers(pg, header, [src], mine, op)
     if bodies is None:
-        body = mine.body.copy() if mine else np.empty(sizes[0], np.uint8)  # an output
+        # An output.
+        body = mine.body.copy() if mine else np.empty(sizes[0], np.uint8)
         try:
             _transfer(pg, False, body, src, body_tag(header), batched, clock)
         except BaseException as e:
-            mark_changed(e)  # the header was received
+            # The header was received.
+            mark_changed(e)
             raise
         bodies = [body]
     fill(pg, objects, bodies[0], src, op, None, pg.rank())
@@ -306,15 +324,17 @@ def _one_for_each_rank(pg: ProcessGroup, objects: Sequence[Any] | None, op: str)
     if objects is None or len(objects) != pg.size():
         given = "None" if objects is None else str(len(objects))
         raise DistArgumentError(
-            f"{op}: scatter_object_input_list must hold an object for each of {pg.size()} ranks, not {given}",
+            f"{op}: scatter_object_input_list must hold an object for each of {pg.size()} ranks,"
+            f" not {given}",
             group=pg.group_name,
             op=op,
         )
     return objects
 
 
-# gather and scatter are fastest with equal parts, so objects of similar size are padded to the largest; not where most
-# of the bytes would be padding. All ranks know all sizes, so they make the same choice.
+# gather and scatter are fastest with equal parts, so objects of similar size are padded to the
+# largest; not where most of the bytes would be padding. All ranks know all sizes, so they make the
+# same choice.
 
 
 _MOST_PADDING = 65536
@@ -333,10 +353,13 @@ def _padded(body: ByteArray, size: int) -> ByteArray:
     return padded
 
 
-def _all_bodies(pg: ProcessGroup, mine: Payload, sizes: Sequence[int], clock: Deadline) -> list[Body]:
+def _all_bodies(
+    pg: ProcessGroup, mine: Payload, sizes: Sequence[int], clock: Deadline
+) -> list[Body]:
     """Every rank's body."""
     widest, total = max(sizes), sum(sizes)
-    if widest * len(sizes) - total <= _MOST_PADDING:  # one array is faster than a list
+    # One array is faster than a list.
+    if widest * len(sizes) - total <= _MOST_PADDING:
         received = np.empty((len(sizes), widest), np.uint8)
         pg.all_gather_into_tensor(received, _padded(mine.body, widest), timeout=clock.left())
         return [row[:size] for row, size in zip(received, sizes, strict=True)]
@@ -362,7 +385,8 @@ def _scatter_bodies(
     widths = [max(sizes)] * len(sizes) if _even_enough(sizes) else sizes
     output = np.empty(widths[pg.rank()], np.uint8)
     parts = [_padded(body, width) for body, width in zip(bodies, widths, strict=False)] or None
-    if parts and pg.rank() != src:  # with the backend fake
+    # With the backend fake.
+    if parts and pg.rank() != src:
         output, parts = parts[pg.rank()].copy(), None
     pg.scatter(output, parts, src=src, timeout=clock.left())
     return output[: sizes[pg.rank()]]
@@ -375,5 +399,7 @@ def _check_list(pg: ProcessGroup, op: str, name: str, target: Any, length: int) 
         )
     if len(target) < length:
         raise DistArgumentError(
-            f"{op}: {name} has {len(target)} entries, {length} are needed", group=pg.group_name, op=op
+            f"{op}: {name} has {len(target)} entries, {length} are needed",
+            group=pg.group_name,
+            op=op,
         )

@@ -1,9 +1,11 @@
-"""Point-to-point functions with torch.distributed's names, argument names, order and defaults, and more of MPI.
+"""Point-to-point functions with torch.distributed's names, argument names, order and defaults, and
+more of MPI.
 
-Messages between two ranks of a group match by tag, in the order in which they were sent. A message to
-:data:`~unicoll.calls.status.NO_RANK`, or from it, ends at once and moves no data, so a program needs no special case
-at the edge of a grid. Probes, ``tag=None`` and ``status`` are of backends that match messages by tag: not of NCCL,
-which has messages to oneself only in a batch with their receives.
+Messages between two ranks of a group match by tag, in the order in which they were sent. A message
+to :data:`~unicoll.calls.status.NO_RANK`, or from it, ends at once and moves no data, so a program
+needs no special case at the edge of a grid. Probes, ``tag=None`` and ``status`` are of backends
+that match messages by tag: not of NCCL, which has messages to oneself only in a batch with their
+receives.
 """
 
 from __future__ import annotations
@@ -44,15 +46,19 @@ def send(
 
     Args:
         tensor: array of any shape; the receiver's must have as many elements of the same type.
-        dst: global rank of the receiver; NO_RANK sends nothing. A message to this process itself is kept until it
-            is received; over NCCL its receive has to be in the same :func:`batch_isend_irecv`.
-        group: the process group; None means the default one. Outside it: a warning, and no data moves.
-        tag: a signed 64-bit integer that the receiver's must equal. The lowest ``2**32`` are of the library's messages.
+        dst: global rank of the receiver; NO_RANK sends nothing. A message to this process itself is
+            kept until it is received; over NCCL its receive has to be in the same
+            :func:`batch_isend_irecv`.
+        group: the process group; None means the default one. Outside it: a warning, and no data
+            moves.
+        tag: a signed 64-bit integer that the receiver's must equal. The lowest ``2**32`` are of the
+            library's messages.
         group_dst: the receiver's rank in the group; give this or ``dst``.
         timeout: how long it may take (timedelta, or seconds); None takes the group's.
 
     Raises:
-        DistArgumentError, DistTypeError: a bad argument; nothing has moved and the group stays usable.
+        DistArgumentError, DistTypeError: a bad argument; nothing has moved and the group stays
+            usable.
         MessageMismatchError: the message does not fit the receiver's array (raised there).
         OperationTimeoutError: time is up.
         RankLostError: the receiver died; names rank, host and pid.
@@ -63,7 +69,12 @@ def send(
     try:
         pg = world.resolve(group, True)
         if pg is not None and not _is_no_rank(dst, group_dst):
-            pg.send(tensor, dst=rank_in_group(pg, "send", "dst", dst, group_dst), tag=tag, timeout=timeout)
+            pg.send(
+                tensor,
+                dst=rank_in_group(pg, "send", "dst", dst, group_dst),
+                tag=tag,
+                timeout=timeout,
+            )
     except BaseException as e:
         world.interrupted(group, e)
         raise
@@ -83,16 +94,19 @@ def recv(
 
     Args:
         tensor: output of as many elements as the message, of the same type.
-        src: global rank of the sender; None (and no ``group_src``) takes any; from NO_RANK nothing comes.
+        src: global rank of the sender; None (and no ``group_src``) takes any; from NO_RANK nothing
+            comes.
         group: the process group; None means the default one.
         tag: only a message with this tag is taken; None takes any.
         group_src: the sender's rank in the group; give this or ``src``.
-        status: gets the message's source, tag and number of elements. With it the message may have fewer elements
-            than ``tensor``: they are written to its beginning, in C order, and the rest is left as it is.
+        status: gets the message's source, tag and number of elements. With it the message may have
+            fewer elements than ``tensor``: they are written to its beginning, in C order, and the
+            rest is left as it is.
         timeout: how long it may take (timedelta, or seconds); None takes the group's.
 
     Returns:
-        The sender's global rank; NO_RANK from NO_RANK; -1 on a process outside the group, after a warning.
+        The sender's global rank; NO_RANK from NO_RANK; -1 on a process outside the group, after a
+        warning.
 
     Raises:
         as :func:`send`, and MessageMismatchError: the message does not fit ``tensor``.
@@ -121,7 +135,8 @@ def isend(
     *,
     timeout: Timeout = None,
 ) -> Work | None:
-    """:func:`send` in the background: the array must not be written until ``work.wait()`` has returned.
+    """:func:`send` in the background: the array must not be written until ``work.wait()`` has
+    returned.
 
     Completion means that the array may be used again, not that the receiver has come.
 
@@ -155,13 +170,15 @@ def irecv(
     status: Status | None = None,
     timeout: Timeout = None,
 ) -> Work | None:
-    """:func:`recv` in the background: the array must not be touched until ``work.wait()`` has returned.
+    """:func:`recv` in the background: the array must not be touched until ``work.wait()`` has
+    returned.
 
-    Arguments and errors as :func:`recv`; errors of the transfer come from the Work, and ``status`` has its values
-    once the Work is done.
+    Arguments and errors as :func:`recv`; errors of the transfer come from the Work, and ``status``
+    has its values once the Work is done.
 
     Returns:
-        The Work, whose ``source_rank()`` is the sender's rank in the group; None on a process outside it.
+        The Work, whose ``source_rank()`` is the sender's rank in the group; None on a process
+        outside it.
 
     MPI's counterpart: MPI_Irecv.
     """
@@ -197,13 +214,14 @@ def sendrecv(
 
     Args:
         sendtensor, dst, sendtag, group_dst: as in :func:`send`.
-        recvtensor, src, recvtag, group_src, status: as in :func:`recv`. Where the two arrays overlap, what is
-            sent is copied first.
+        recvtensor, src, recvtag, group_src, status: as in :func:`recv`. Where the two arrays
+            overlap, what is sent is copied first.
         group: the process group; None means the default one.
         timeout: how long each of the two may take (timedelta, or seconds); None takes the group's.
 
     Returns:
-        The sender's global rank; NO_RANK from NO_RANK; -1 on a process outside the group, after a warning.
+        The sender's global rank; NO_RANK from NO_RANK; -1 on a process outside the group, after a
+        warning.
 
     Raises the errors of :func:`send` and :func:`recv`. MPI's counterpart: MPI_Sendrecv.
     """
@@ -213,7 +231,9 @@ def sendrecv(
             return -1
         batch: list[tuple[bool, Array, int | None, int | None]] = []
         if not _is_no_rank(dst, group_dst):
-            batch.append((True, sendtensor, rank_in_group(pg, "sendrecv", "dst", dst, group_dst), sendtag))
+            batch.append(
+                (True, sendtensor, rank_in_group(pg, "sendrecv", "dst", dst, group_dst), sendtag)
+            )
         receives = not _is_no_rank(src, group_src)
         if receives:
             batch.append((False, recvtensor, _sender(pg, "sendrecv", src, group_src), recvtag))
@@ -327,7 +347,9 @@ class P2POp:
         self.peer = peer
         self.group_peer = group_peer
         if self.group is not None and not _is_no_rank(peer, group_peer):
-            self.group_peer = rank_in_group(self.group, f"P2POp({op.__name__})", "peer", peer, group_peer)
+            self.group_peer = rank_in_group(
+                self.group, f"P2POp({op.__name__})", "peer", peer, group_peer
+            )
             self.peer = self.group.global_rank(self.group_peer)
 
     def __repr__(self) -> str:
@@ -341,12 +363,13 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout: Timeout = None) 
     """Start several sends and receives together, so that they cannot wait for one another.
 
     Args:
-        p2p_op_list: :class:`P2POp` records, all of one group; the order of those to one peer is kept.
+        p2p_op_list: :class:`P2POp` records, all of one group; the order of those to one peer is
+            kept.
         timeout: how long each may take (timedelta, or seconds); None takes the group's.
 
     Returns:
-        Works to wait for, in the order of the list; fewer than it is long where the backend does several as
-        one, and where a peer is NO_RANK. None of them on a process outside the group.
+        Works to wait for, in the order of the list; fewer than it is long where the backend does
+        several as one, and where a peer is NO_RANK. None of them on a process outside the group.
 
     Raises:
         DistArgumentError, DistTypeError: an entry is not a P2POp, or they are of several groups.
@@ -356,9 +379,13 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout: Timeout = None) 
     try:
         for entry in p2p_op_list:
             if not isinstance(entry, P2POp):
-                raise DistTypeError(f"batch_isend_irecv: p2p_op_list holds {entry!r}, which is not a P2POp")
+                raise DistTypeError(
+                    f"batch_isend_irecv: p2p_op_list holds {entry!r}, which is not a P2POp"
+                )
             if entry.group is not p2p_op_list[0].group:
-                raise DistArgumentError("batch_isend_irecv: all entries of p2p_op_list must be of one group")
+                raise DistArgumentError(
+                    "batch_isend_irecv: all entries of p2p_op_list must be of one group"
+                )
         pg = p2p_op_list[0].group if p2p_op_list else None
         if pg is None:
             return []
@@ -388,7 +415,8 @@ def send_object_list(
 ) -> None:
     """Send Python objects to one rank, which must call :func:`recv_object_list` with as many.
 
-    Objects are pickled where that is allowed; else they must be plain (see :mod:`unicoll.api.objects`).
+    Objects are pickled where that is allowed; else they must be plain (see
+    :mod:`unicoll.api.objects`).
 
     Args:
         object_list: the objects.
@@ -432,7 +460,8 @@ def recv_object_list(
     Args:
         object_list: list as long as the sender's; its entries are replaced.
         src: global rank of the sender; None (and no ``group_src``) takes any.
-        group, device, use_batch, timeout: as in :func:`send_object_list`; ``use_batch`` needs a sender.
+        group, device, use_batch, timeout: as in :func:`send_object_list`; ``use_batch`` needs a
+            sender.
         group_src: the sender's rank in the group; give this or ``src``.
         tag: of the objects to receive; None takes any.
 
@@ -461,9 +490,10 @@ def waitany(works: Sequence[Work | None], timeout: Timeout = None) -> int:
     """Wait until one of several operations has ended, as :meth:`Work.wait` does.
 
     Args:
-        works: of any functions and groups; None where there is nothing to wait for, so that a program can replace
-            those that have ended.
-        timeout: how long to wait (timedelta, or seconds); None waits for the operations' own deadlines.
+        works: of any functions and groups; None where there is nothing to wait for, so that a
+            program can replace those that have ended.
+        timeout: how long to wait (timedelta, or seconds); None waits for the operations' own
+            deadlines.
 
     Returns:
         The index of the first that has ended; others may have, too.
@@ -484,7 +514,8 @@ def waitany(works: Sequence[Work | None], timeout: Timeout = None) -> int:
             work.completion.add_done_callback(ended.set)
         if not ended.wait(to_seconds(timeout) or math.inf):
             raise OperationTimeoutError(
-                f"waitany: none of {len(present)} operations was done after waiting {timeout} s", op="waitany"
+                f"waitany: none of {len(present)} operations was done after waiting {timeout} s",
+                op="waitany",
             )
     index = next(i for i, work in enumerate(works) if work is not None and work.is_completed())
     chosen = works[index]

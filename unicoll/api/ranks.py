@@ -1,4 +1,5 @@
-"""Ranks as arguments of the public functions: global ranks and ranks in a group, of roots and peers."""
+"""Ranks as arguments of the public functions: global ranks and ranks in a group, of roots and
+peers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
 
 
-def rank_in_group(pg: ProcessGroup, op: str, name: str, rank: int | None, group_rank: int | None) -> int:
+def rank_in_group(
+    pg: ProcessGroup, op: str, name: str, rank: int | None, group_rank: int | None
+) -> int:
     """The rank in ``pg`` that a pair of arguments such as ``src`` and ``group_src`` means.
 
     Raises:

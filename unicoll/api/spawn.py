@@ -1,8 +1,8 @@
 """``spawn``: run a function in several processes of this host.
 
-The semantics are those of ``torch.multiprocessing.spawn`` (PyTorch's documentation). In addition, each child has its
-rank and the job's store and secret in its environment, as under the launcher, so that the function can call
-``init_process_group()`` without arguments.
+The semantics are those of ``torch.multiprocessing.spawn`` (PyTorch's documentation). In addition,
+each child has its rank and the job's store and secret in its environment, as under the launcher, so
+that the function can call ``init_process_group()`` without arguments.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from unicoll.run.job import LocalJob, job_token, job_variable
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_members
 from unicoll.run.tracebacks import DETECTION_DELAY, ExceptionRecord, describe_exit, read_record
 
-_POLL_INTERVAL = 1.0  # seconds between checks for failed processes that do not end
-_CAUSE_SECONDS = 1.0  # to wait for the root cause if only its consequences have been detected
+# Seconds between checks for failed processes that do not end.
+_POLL_INTERVAL = 1.0
+# To wait for the root cause if only its consequences have been detected.
+_CAUSE_SECONDS = 1.0
 _TERM_SECONDS = 30.0
 _KILL_SECONDS = 10.0
-_PIPE_BYTES = 1 << 16  # what Linux stores in a pipe
+# What Linux stores in a pipe.
+_PIPE_BYTES = 1 << 16
 
 _environment_lock = threading.Lock()
 
@@ -55,7 +58,9 @@ class SpawnError(DistError):
         signal: the name of that signal, for example ``"SIGKILL"``; None without one.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, pid: int = 0, exitcode: int = 1) -> None:
+    def __init__(
+        self, message: str, *, rank: int | None = None, pid: int = 0, exitcode: int = 1
+    ) -> None:
         super().__init__(message, rank=rank)
         self.pid = pid
         self.exitcode = exitcode
@@ -106,29 +111,32 @@ def spawn(
 ) -> list[Any] | ProcessContext:
     """Run ``fn(rank, *args)`` in ``nprocs`` fresh processes, ranks 0 to ``nprocs - 1``.
 
-    Each child has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, UNICOLL_STORE and
-    UNICOLL_SECRET in its environment from its start. If one fails the others are stopped. No child, and no process
-    that a child starts, outlives this process.
+    Each child has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+    UNICOLL_STORE and UNICOLL_SECRET in its environment from its start. If one fails the others are
+    stopped. No child, and no process that a child starts, outlives this process.
 
     Args:
-        fn: a picklable function: defined at the top level of a module. In a notebook, an interactive session or
-            ``python -c`` it may be any function that the package cloudpickle can pickle, if that is installed.
+        fn: a picklable function: defined at the top level of a module. In a notebook, an
+            interactive session or ``python -c`` it may be any function that the package cloudpickle
+            can pickle, if that is installed.
         args: its further arguments, pickled too.
         nprocs: number of processes.
         join: wait for all of them; otherwise return immediately.
         daemon: the processes' daemon flag (multiprocessing): such a process cannot have children.
-        start_method: only ``"spawn"``, as in torch; a forked copy of a threaded program is not reliable.
+        start_method: only ``"spawn"``, as in torch; a forked copy of a threaded program is not
+            reliable.
 
     Returns:
-        With ``join`` the list of what ``fn`` has returned, by rank; the values are pickled, as the arguments
-        are. A process that has called ``sys.exit(0)`` has None. Without ``join`` a ProcessContext: call its
-        ``join`` until it returns True or raises; then its ``results`` is that list.
+        With ``join`` the list of what ``fn`` has returned, by rank; the values are pickled, as the
+        arguments are. A process that has called ``sys.exit(0)`` has None. Without ``join`` a
+        ProcessContext: call its ``join`` until it returns True or raises; then its ``results`` is
+        that list.
 
     Raises:
-        SpawnError: (with ``join``) a process failed, or what it has returned cannot be pickled or unpickled;
-            for the first failure.
-        DistArgumentError: ``nprocs`` is below 1, ``start_method`` is not ``"spawn"``, or ``fn`` is defined in an
-            interactive session and cloudpickle is not installed.
+        SpawnError: (with ``join``) a process failed, or what it has returned cannot be pickled or
+            unpickled; for the first failure.
+        DistArgumentError: ``nprocs`` is below 1, ``start_method`` is not ``"spawn"``, or ``fn`` is
+            defined in an interactive session and cloudpickle is not installed.
         DistTypeError: ``fn`` is not callable.
     """
     if not callable(fn):
@@ -166,7 +174,8 @@ class _PickledCall(NamedTuple):
 
 
 def _call(fn: Callable[..., object], args: tuple[Any, ...]) -> Any:
-    """What is given to the new processes, which cannot import the functions and classes of an interactive session."""
+    """What is given to the new processes, which cannot import the functions and classes of an
+    interactive session."""
     main = sys.modules["__main__"]
     if main.__spec__ is not None or hasattr(main, "__file__"):
         return _Call(fn, args)
@@ -176,9 +185,9 @@ def _call(fn: Callable[..., object], args: tuple[Any, ...]) -> Any:
         if getattr(fn, "__module__", None) != "__main__":
             return _Call(fn, args)
         raise DistArgumentError(
-            "spawn: fn is defined in an interactive session, from which new processes cannot import it; install "
-            "cloudpickle, or define fn in a file and import it from there (a notebook's cell that begins with "
-            "%%writefile work.py writes one)"
+            "spawn: fn is defined in an interactive session, from which new processes cannot import"
+            " it; install cloudpickle, or define fn in a file and import it from there (a"
+            " notebook's cell that begins with %%writefile work.py writes one)"
         ) from None
     return _PickledCall(cloudpickle.dumps(_Call(fn, args, interactive=True)))
 
@@ -188,7 +197,8 @@ class ProcessContext:
 
     Attributes:
         processes: ``multiprocessing.Process`` objects, by rank.
-        results: what the function has returned, by rank; empty before :meth:`join` has returned True.
+        results: what the function has returned, by rank; empty before :meth:`join` has returned
+            True.
     """
 
     def __init__(self, call: _Call, nprocs: int, daemon: bool) -> None:
@@ -200,11 +210,13 @@ class ProcessContext:
         self._guard: Guard | None = None
         self._job: LocalJob | None = None
         self._open = True
-        self._detected: dict[int, float] = {}  # time at which the end of a failed process was detected
+        # Time at which the end of a failed process was detected.
+        self._detected: dict[int, float] = {}
         try:
             self._job = LocalJob()
             self._guard = Guard(self._token, self._scratch)
-            resource_tracker.ensure_running()  # now: later it would inherit the job's token and end with the job
+            # Now: later it would inherit the job's token and end with the job.
+            resource_tracker.ensure_running()
             for rank in range(nprocs):
                 self._start(rank, nprocs, call, daemon)
         except BaseException:
@@ -212,7 +224,8 @@ class ProcessContext:
             raise
 
     def _start(self, rank: int, nprocs: int, call: _Call, daemon: bool) -> None:
-        # A child's death signal is sent when the thread that started it ends, so only the main thread can be used.
+        # A child's death signal is sent when the thread that started it ends, so only the main
+        # thread can be used.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         assert self._job is not None
         environment = _environment(rank, nprocs, self._job)
@@ -241,8 +254,8 @@ class ProcessContext:
 
         Args:
             timeout: longest wait in seconds; None for no limit.
-            grace_period: after a failure, seconds for the others to end by themselves, and again between SIGTERM and
-                SIGKILL. None: SIGTERM immediately, SIGKILL after 30 s.
+            grace_period: after a failure, seconds for the others to end by themselves, and again
+                between SIGTERM and SIGKILL. None: SIGTERM immediately, SIGKILL after 30 s.
 
         Returns:
             True if all have ended without failure, False after ``timeout``.
@@ -275,11 +288,14 @@ class ProcessContext:
         return [process for process in self.processes if process.exitcode is None]
 
     def _wait(self, seconds: float) -> None:
-        """Wait until a process has ended, at most ``seconds``, and receive what the processes send."""
+        """Wait until a process has ended, at most ``seconds``, and receive what the processes
+        send."""
         deadline = time.monotonic() + seconds
         sentinels = [process.sentinel for process in self._running()]
         while True:
-            receivers = {receiver.fileno(): receiver for receiver in self._receivers if receiver.is_open}
+            receivers = {
+                receiver.fileno(): receiver for receiver in self._receivers if receiver.is_open
+            }
             ready = set(wait([*sentinels, *receivers], max(0.0, deadline - time.monotonic())))
             for fileno, receiver in receivers.items():
                 if fileno in ready:
@@ -299,8 +315,12 @@ class ProcessContext:
                 kind = pickle.load(file)
                 return pickle.load(file)
             except Exception as error:
-                text = f"process {rank} (pid {pid}): its result, of type {kind}, cannot be unpickled"
-                raise SpawnError(f"{text}: {_text(error)}", rank=rank, pid=pid, exitcode=0) from error
+                text = (
+                    f"process {rank} (pid {pid}): its result, of type {kind}, cannot be unpickled"
+                )
+                raise SpawnError(
+                    f"{text}: {_text(error)}", rank=rank, pid=pid, exitcode=0
+                ) from error
 
     def _fail(self, grace_period: float | None) -> None:
         """Stop the other processes and raise the first failure."""
@@ -320,13 +340,17 @@ class ProcessContext:
         failures = []
         for rank, process in enumerate(self.processes):
             record = read_record(self._error_file(rank))
-            if process.exitcode or (process.exitcode is None and record is not None and record.final):
+            if process.exitcode or (
+                process.exitcode is None and record is not None and record.final
+            ):
                 detected = self._detected.setdefault(rank, time.monotonic() - DETECTION_DELAY)
                 recorded = record.time if record is not None else None
                 ended = detected if recorded is None else recorded
                 consequence = record is not None and record.consequence
                 exitcode = process.exitcode or 1
-                failures.append(_Failure(consequence, ended, rank, process.pid or 0, exitcode, record))
+                failures.append(
+                    _Failure(consequence, ended, rank, process.pid or 0, exitcode, record)
+                )
         return failures
 
     def _wait_for_ends(self, seconds: float) -> None:
@@ -343,12 +367,14 @@ class ProcessContext:
             self._close()
 
     def _close(self) -> None:
-        """Kill the processes that the ended ones have left, and release the resources of the job."""
+        """Kill the processes that the ended ones have left, and release the resources of the
+        job."""
         self._open = False
         for receiver in self._receivers:
             receiver.close()
         for process in self.processes:
-            process.join(0)  # only this releases it in multiprocessing
+            # Only this releases it in multiprocessing.
+            process.join(0)
         kill_members(self._token, (), _KILL_SECONDS)
         if self._guard is not None:
             self._guard.stop()
@@ -424,10 +450,12 @@ def _run(parent: int | None, call: _Call, rank: int, end: Connection) -> None:
     pid = os.getpid()
     try:
         result = call.fn(rank, *call.args)
-        if result is not None and os.getpid() == pid:  # a forked process may return, too
+        # A forked process may return, too.
+        if result is not None and os.getpid() == pid:
             _send(result, rank, end, call.interactive)
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)  # Ctrl-C also interrupts the parent, which reports it
+        # Ctrl-C also interrupts the parent, which reports it.
+        sys.exit(128 + signal.SIGINT)
     except SystemExit as error:
         set_exit_cause(error)
         raise
@@ -440,7 +468,8 @@ def _run(parent: int | None, call: _Call, rank: int, end: Connection) -> None:
 
 
 def _send(result: object, rank: int, end: Connection, interactive: bool) -> None:
-    """Send the name of a result's type, and the result, which the parent may be unable to unpickle."""
+    """Send the name of a result's type, and the result, which the parent may be unable to
+    unpickle."""
     name = type_name(result)
     try:
         data = _pickled(result, interactive)
@@ -487,7 +516,8 @@ def _environment(rank: int, nprocs: int, job: LocalJob) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _added_to_environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Children started in this context inherit ``added``; multiprocessing has no parameter for the environment."""
+    """Children started in this context inherit ``added``; multiprocessing has no parameter for the
+    environment."""
     with _environment_lock:
         previous = {name: os.environ.get(name) for name in added}
         os.environ.update(added)

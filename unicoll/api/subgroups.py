@@ -23,7 +23,8 @@ _LISTED = "new_group()"
 
 
 class Listed(NamedTuple):
-    """A group that all processes of a job make with others, in one order: arguments of :func:`new_group`."""
+    """A group that all processes of a job make with others, in one order: arguments of
+    :func:`new_group`."""
 
     ranks: Sequence[int]
     backend: str | None = None
@@ -32,7 +33,8 @@ class Listed(NamedTuple):
 
 
 def _reserve(job: Job, kind: str, names: list[str], count: int = 1) -> None:
-    """Add the names of the next groups of a kind to ``names``, before anything can fail on this rank alone.
+    """Add the names of the next groups of a kind to ``names``, before anything can fail on this
+    rank alone.
 
     So the names of later groups are equal on all ranks.
     """
@@ -40,19 +42,24 @@ def _reserve(job: Job, kind: str, names: list[str], count: int = 1) -> None:
     before = job.named[kind]
     prefix = "group" if kind == _LISTED else f"local-{kind}"
     made = [f"{qualifier}{prefix}-{before + i}" for i in range(1, count + 1)]
-    # Nothing is called from here on: an exception of a signal's handler comes before both or behind both.
+    # Nothing is called from here on: an exception of a signal's handler comes before both or behind
+    # both.
     names += made
     job.named[kind] = before + count
 
 
 def _parent(group: Any) -> ProcessGroup | None:
-    """The group that a function makes others from; None if there is none, or this rank is not in it."""
+    """The group that a function makes others from; None if there is none, or this rank is not in
+    it."""
     found = world.GroupMember.WORLD if group is None else group
     return found if isinstance(found, ProcessGroup) else None
 
 
-def _failed(names: list[str], group: Any, reserve: Callable[[], object], cause: BaseException) -> None:
-    """:meth:`ProcessGroup.fail_derived`; ``group``: whose members make the groups; None is the default group."""
+def _failed(
+    names: list[str], group: Any, reserve: Callable[[], object], cause: BaseException
+) -> None:
+    """:meth:`ProcessGroup.fail_derived`; ``group``: whose members make the groups; None is the
+    default group."""
     parent = _parent(group)
     if parent is not None:
         parent.fail_derived(names, reserve, cause)
@@ -80,12 +87,14 @@ def _make(
 
 
 def _choices(job: Job, backend: str | None, parent: ProcessGroup) -> Sequence[BackendChoice]:
-    if backend is None or job.fake:  # then all groups have the backend fake
+    # Then all groups have the backend fake.
+    if backend is None or job.fake:
         return parent.choices
     choices = backend_choice.choose(backend)
     if backend_choice.is_fake(choices):
         raise DistArgumentError(
-            f"backend: {backend!r} is for jobs without other processes: init_process_group('fake', ...)"
+            f"backend: {backend!r} is for jobs without other processes: init_process_group('fake',"
+            " ...)"
         )
     for cls in {c.cls for c in choices}:
         cls.prepare(job)
@@ -106,9 +115,10 @@ def new_group(
 
     Args:
         ranks: global ranks of the members; None is all.
-        timeout: default timeout of its operations; None takes the default group's (torch: the backend's default).
-        backend: as for init_process_group; None takes the default group's. Not ``"fake"``; in a job of that backend
-            every group has it, and this argument is ignored.
+        timeout: default timeout of its operations; None takes the default group's (torch: the
+            backend's default).
+        backend: as for init_process_group; None takes the default group's. Not ``"fake"``; in a job
+            of that backend every group has it, and this argument is ignored.
         pg_options: passed to the backend.
         use_local_synchronization: only the members call.
         group_desc: a description, for messages.
@@ -119,8 +129,8 @@ def new_group(
         The group on its members, ``GroupMember.NON_GROUP_MEMBER`` elsewhere.
 
     Raises:
-        DistArgumentError: ranks are empty, repeated or not in the world, or with ``use_local_synchronization`` the
-            caller is not among them.
+        DistArgumentError: ranks are empty, repeated or not in the world, or with
+            ``use_local_synchronization`` the caller is not among them.
         BackendUnavailableError: the backend cannot be used here.
     """
     names: list[str] = []
@@ -130,7 +140,9 @@ def new_group(
         if use_local_synchronization:
             members = _members(job, ranks, sort_ranks)
             if job.rank not in members:
-                raise DistArgumentError("new_group: with use_local_synchronization only the members may call")
+                raise DistArgumentError(
+                    "new_group: with use_local_synchronization only the members may call"
+                )
             kind = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
         _reserve(job, kind, names)
 
@@ -142,7 +154,15 @@ def new_group(
         choices = _choices(default.job, backend, default)
         parent = None if use_local_synchronization else default
         return _make(
-            default.job, names[0], members, choices, seconds, group_desc, pg_options, device_id, parent
+            default.job,
+            names[0],
+            members,
+            choices,
+            seconds,
+            group_desc,
+            pg_options,
+            device_id,
+            parent,
         )
     except BaseException as e:
         _failed(names, None, reserve, e)
@@ -188,7 +208,8 @@ def new_subgroups(
             )
         ranks = parent.ranks
         return [
-            Listed(ranks[i : i + size], backend, pg_options, group_desc) for i in range(0, len(ranks), size)
+            Listed(ranks[i : i + size], backend, pg_options, group_desc)
+            for i in range(0, len(ranks), size)
         ]
 
     try:
@@ -241,7 +262,8 @@ def _with_own(made: list[Any]) -> tuple[Any, list[Any]]:
 def make_listed(
     what: str, group: Any, listed: Sequence[Listed], names: list[str], timeout: Timeout = None
 ) -> list[Any]:
-    """Make groups, as by :func:`new_group` one after the other; the caller calls :func:`fail_listed` if that raises.
+    """Make groups, as by :func:`new_group` one after the other; the caller calls
+    :func:`fail_listed` if that raises.
 
     Args:
         what: the function, for errors.
@@ -261,9 +283,14 @@ def make_listed(
 
 
 def fail_listed(
-    what: str, group: Any, listed: Callable[[], Sequence[Listed]], names: list[str], cause: BaseException
+    what: str,
+    group: Any,
+    listed: Callable[[], Sequence[Listed]],
+    names: list[str],
+    cause: BaseException,
 ) -> None:
-    """Fail the groups of :func:`make_listed`, or of its caller before it, after an exception that is no refusal."""
+    """Fail the groups of :func:`make_listed`, or of its caller before it, after an exception that
+    is no refusal."""
 
     def reserve() -> None:
         _reserve(world.member(group, what).job, _LISTED, names, len(listed()))
@@ -284,15 +311,16 @@ def split_group(
 ) -> ProcessGroup | None:
     """Cut a group into disjoint parts; all members of the parent call this, and no other rank.
 
-    The parts are given by ``split_ranks``, equal on all ranks, or by each rank's own ``color`` and ``key``, as for
-    MPI_Comm_split.
+    The parts are given by ``split_ranks``, equal on all ranks, or by each rank's own ``color`` and
+    ``key``, as for MPI_Comm_split.
 
     Args:
         parent_pg: what to cut; None is the default group.
-        split_ranks: for each part the ranks *in the parent* of its members; their positions are their ranks in it, as
-            in torch from 2.14 on (earlier versions sort them).
+        split_ranks: for each part the ranks *in the parent* of its members; their positions are
+            their ranks in it, as in torch from 2.14 on (earlier versions sort them).
         color: ranks that give the same number form a part; None for no part.
-        key: a part's ranks are in the order of their keys, and of their ranks in the parent where keys are equal.
+        key: a part's ranks are in the order of their keys, and of their ranks in the parent where
+            keys are equal.
         timeout: default timeout of the parts; None takes the parent's.
         pg_options, group_desc: as for :func:`new_group`.
         backend: None takes the parent's.
@@ -301,8 +329,8 @@ def split_group(
         This process's part, or None if it is in none.
 
     Raises:
-        DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent; or both
-            ``split_ranks`` and ``color``.
+        DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent;
+            or both ``split_ranks`` and ``color``.
     """
     names: list[str] = []
 
@@ -335,7 +363,15 @@ def split_group(
             if parent.rank() in part:
                 members = [parent.ranks[r] for r in part]
                 made: ProcessGroup = _make(
-                    parent.job, names[i], members, choices, seconds, group_desc, pg_options, None, parent
+                    parent.job,
+                    names[i],
+                    members,
+                    choices,
+                    seconds,
+                    group_desc,
+                    pg_options,
+                    None,
+                    parent,
                 )
                 return made
         parent.leave_out(choices)
@@ -370,19 +406,22 @@ def grow_group(
 ) -> ProcessGroup:
     """A group of one group's members followed by more ranks of the job; all of them call it.
 
-    The members call it with their group, or :meth:`ProcessGroup.grow`; the added ranks with the result of
-    ``new_group``, ``GroupMember.NON_GROUP_MEMBER``. The smaller group is unchanged; destroy it after use.
-    NCCL grows the communicator where it can (2.29), else all connect anew; operations in flight end first.
+    The members call it with their group, or :meth:`ProcessGroup.grow`; the added ranks with the
+    result of ``new_group``, ``GroupMember.NON_GROUP_MEMBER``. The smaller group is unchanged;
+    destroy it after use. NCCL grows the communicator where it can (2.29), else all connect anew;
+    operations in flight end first.
 
     Args:
         ranks_to_add: global ranks to add, in the order of their ranks in the larger group.
         group: None is the default group.
         pg_options: as for :func:`new_group`.
-        device_id: on added ranks, the device that the group is bound to; None takes the current one.
+        device_id: on added ranks, the device that the group is bound to; None takes the current
+            one.
         timeout: how long added ranks wait for the members; None is the default group's timeout.
 
     Raises:
-        DistArgumentError: no ranks, or one that is in the group already or not in the job; or the ranks differ.
+        DistArgumentError: no ranks, or one that is in the group already or not in the job; or the
+            ranks differ.
         OperationTimeoutError, RankLostError: not all ranks joined.
         GroupAbortedError: the group has failed or was destroyed.
     """
@@ -395,7 +434,8 @@ def grow_group(
         parent = _parent(group)
         if parent is not None:
             resizing.fail_grown(parent, records, ranks_to_add, e)
-        elif leaves_doubt(e):  # a rank that has no record yet has changed nothing, and can call this again
+        elif leaves_doubt(e):
+            # A rank that has no record yet has changed nothing, and can call this again.
             for record in records:
                 record.fail(world.current("grow_group"), e)
         raise
@@ -412,12 +452,17 @@ def _join(
     job = world.current("grow_group")
     added = check_ranks("grow_group", ranks_to_add, job.size)
     if job.rank not in added:
-        raise DistArgumentError(f"grow_group: this rank, {job.rank}, is not in ranks_to_add={added}")
+        raise DistArgumentError(
+            f"grow_group: this rank, {job.rank}, is not in ranks_to_add={added}"
+        )
     if job.fake:
         raise DistArgumentError(
-            "grow_group: with backend fake a rank cannot be added to a group: there are no other processes"
+            "grow_group: with backend fake a rank cannot be added to a group: there are no other"
+            " processes"
         )
-    GrowthRecord.receive(job.store, job.rank, added, world.seconds(timeout, job.default.timeout), records)
+    GrowthRecord.receive(
+        job.store, job.rank, added, world.seconds(timeout, job.default.timeout), records
+    )
     record = records[0]
     same = record.backends == job.default.backend_config
     choices = job.default.choices if same else _choices(job, record.backends, job.default)
@@ -433,8 +478,8 @@ def shrink_group(
 ) -> ProcessGroup:
     """A group of the remaining members of one; they all call this, the excluded ranks do not.
 
-    The group may have failed, and should then be destroyed: its operations ended when it failed. NCCL shrinks the
-    communicator where it can (2.27), else the remaining members connect anew.
+    The group may have failed, and should then be destroyed: its operations ended when it failed.
+    NCCL shrinks the communicator where it can (2.27), else the remaining members connect anew.
 
     Args:
         ranks_to_exclude: ranks *in the group*, at least one.
@@ -448,7 +493,9 @@ def shrink_group(
     """
     names: list[str] = []
     try:
-        return resizing.shrink(world.member(group, "shrink_group"), names, ranks_to_exclude, pg_options)
+        return resizing.shrink(
+            world.member(group, "shrink_group"), names, ranks_to_exclude, pg_options
+        )
     except BaseException as e:
         parent = _parent(group)
         if parent is not None:

@@ -1,4 +1,5 @@
-"""The default group, from init to destroy, and what is asked of it and of other groups: rank, size, backends."""
+"""The default group, from init to destroy, and what is asked of it and of other groups: rank, size,
+backends."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class _NonMember:
-    """The type of ``GroupMember.NON_GROUP_MEMBER``, which ``new_group`` returns to processes outside the group."""
+    """The type of ``GroupMember.NON_GROUP_MEMBER``, which ``new_group`` returns to processes
+    outside the group."""
 
     def __repr__(self) -> str:
         return "GroupMember.NON_GROUP_MEMBER"
@@ -33,7 +35,8 @@ class _NonMember:
 _job: Job | None = None
 """The job of the default group, from ``init_process_group`` to ``destroy_process_group``."""
 _pid = 0
-"""Of the process that is in the job; in a forked child, until it joins a job itself, of the parent that was in one."""
+"""Of the process that is in the job; in a forked child, until it joins a job itself, of the parent
+that was in one."""
 _had_group = False
 """True once this process has had a default group."""
 
@@ -52,12 +55,13 @@ class GroupMember(metaclass=_GroupMeta):
 
 
 def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> ProcessGroup | None:
-    """The group of an argument; None means the default group. Returns None, with a warning, for non-members.
+    """The group of an argument; None means the default group. Returns None, with a warning, for
+    non-members.
 
     Args:
         pg: the argument.
-        by_function: True gives the group's view for a public function, whose caller is the call site of the one method
-            that it calls.
+        by_function: True gives the group's view for a public function, whose caller is the call
+            site of the one method that it calls.
 
     Raises:
         NotInitializedError: there is no default group.
@@ -69,20 +73,24 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
     if by_function and (view := getattr(pg, "_made_function_view", None)) is not None:
         return view  # type: ignore[no-any-return]
     if isinstance(pg, _NonMember):
-        warnings.warn("this process is not in the given group: the call does nothing here", stacklevel=3)
+        warnings.warn(
+            "this process is not in the given group: the call does nothing here", stacklevel=3
+        )
         return None
-    if not hasattr(pg, "size"):  # duck typing: torch's groups over ours, and test doubles
+    # Duck typing: torch's groups over ours, and test doubles.
+    if not hasattr(pg, "size"):
         raise DistTypeError(f"group: expected a process group, got {pg!r}")
     return getattr(pg, "_function_view", pg) if by_function else pg
 
 
 def interrupted(pg: Any, error: BaseException) -> None:
-    """Call :meth:`ProcessGroup.interrupted` of a function's argument with ``error``, which ends the function.
+    """Call :meth:`ProcessGroup.interrupted` of a function's argument with ``error``, which ends the
+    function.
 
-    The group fails if its state is unknown then, and closing it does not raise ``error`` again.
-    A signal's handler may raise before the call has reached the group, too: a program that catches that and goes on
-    makes one call less than the other ranks. The functions have the handler in their bodies: a decorator would
-    take 0.12 microseconds, a fiftieth of a small collective.
+    The group fails if its state is unknown then, and closing it does not raise ``error`` again. A
+    signal's handler may raise before the call has reached the group, too: a program that catches
+    that and goes on makes one call less than the other ranks. The functions have the handler in
+    their bodies: a decorator would take 0.12 microseconds, a fiftieth of a small collective.
     """
     found = pg if pg is not None else _job.default if _job is not None else None
     method = getattr(found, "interrupted", None)
@@ -112,7 +120,8 @@ def _forget() -> None:
 
 
 def leave(error: BaseException | None = None) -> None:
-    """Leave the job of the default group, if there is one; ``error`` is the exception that ends the process."""
+    """Leave the job of the default group, if there is one; ``error`` is the exception that ends the
+    process."""
     if _job is not None:
         from unicoll.bootstrap import join
 
@@ -120,7 +129,8 @@ def leave(error: BaseException | None = None) -> None:
 
 
 def replaces_lost_rank() -> bool:
-    """True if the launcher has started this process in place of one that has ended, and it has had no group yet."""
+    """True if the launcher has started this process in place of one that has ended, and it has had
+    no group yet."""
     return not _had_group and environment.number("UNICOLL_REPLACEMENT") > 0
 
 
@@ -131,14 +141,16 @@ def seconds(timeout: Timeout, default: float) -> float:
 
 
 def current(what: str) -> Job:
-    """The job of the default group; NotInitializedError, naming the call ``what``, before init_process_group."""
+    """The job of the default group; NotInitializedError, naming the call ``what``, before
+    init_process_group."""
     if _job is None:
         raise _not_initialized(f"{what}: ")
     return _job
 
 
 def job_of(pg: Any, what: str) -> Job:
-    """The job of a group; DistArgumentError, naming the call ``what``, if it is none of this process's groups."""
+    """The job of a group; DistArgumentError, naming the call ``what``, if it is none of this
+    process's groups."""
     job: Any = getattr(pg, "job", None)
     if getattr(pg, "base", pg) not in getattr(job, "groups", ()):
         raise DistArgumentError(f"{what}: {pg!r} is not a group of this process, or not any more")
@@ -153,7 +165,7 @@ def _not_initialized(before: str = "") -> NotInitializedError:
     )
 
 
-# --- queries -------------------------------------------------------------------------------------------------------
+# --- queries --------------------------------------------------------------------------------------
 
 
 def is_available() -> bool:
@@ -197,14 +209,16 @@ def is_xccl_available() -> bool:
 
 
 def is_torchelastic_launched() -> bool:
-    """True if torchrun, or a launcher that sets the same variables (ours does), started this process."""
+    """True if torchrun, or a launcher that sets the same variables (ours does), started this
+    process."""
     from unicoll.bootstrap import launchers
 
     return launchers.is_torchelastic_launched()
 
 
 def get_default_backend_for_device(device: Any) -> str:
-    """Name of the backend that serves a device (``"cpu"``, ``"cuda:0"``, a device object) by default.
+    """Name of the backend that serves a device (``"cpu"``, ``"cuda:0"``, a device object) by
+    default.
 
     Raises:
         DistArgumentError: no backend serves it.
@@ -259,7 +273,8 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     if fallback_rank is not None:
         return as_integer("get_node_local_rank: fallback_rank", fallback_rank)
     raise DistError(
-        "get_node_local_rank: no launcher gave a local rank (LOCAL_RANK is not set); give fallback_rank"
+        "get_node_local_rank: no launcher gave a local rank (LOCAL_RANK is not set); give"
+        " fallback_rank"
     )
 
 
@@ -289,7 +304,8 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
 
 def member(pg: Any, what: str) -> ProcessGroup:
-    """The group of an argument; DistArgumentError, naming the call ``what``, if this process is not in it."""
+    """The group of an argument; DistArgumentError, naming the call ``what``, if this process is not
+    in it."""
     if isinstance(pg, _NonMember):
         raise DistArgumentError(f"{what}: this process is not in the given group")
     found = current(what).default if pg is None else resolve(pg)

@@ -1,1 +1,2 @@
-"""Memory and arithmetic: adapters of array families, element types, reductions in NumPy, CUDA streams and driver."""
+"""Memory and arithmetic: adapters of array families, element types, reductions in NumPy, CUDA
+streams and driver."""

@@ -40,16 +40,18 @@ class Buffer:
         count: number of elements.
         shape: the array's shape.
         device: the device of the array's memory.
-        flat: for CPU memory a contiguous 1-D NumPy view (or packed copy) in ``dtype.storage``; None on a device.
+        flat: for CPU memory a contiguous 1-D NumPy view (or packed copy) in ``dtype.storage``; None
+            on a device.
         ptr: for device memory the device address; 0 on the CPU.
-        stream: for device memory the handle of the stream that orders the array: its library's current stream when the
-            buffer was made.
-        current_stream: for device memory a function that returns the handle of the library's current stream on the
-            device at the time of the call; None on the CPU.
-        writable: True if results may be written to the array. False for read-only memory, for an array that was
-            expanded, whose elements share memory, and for one whose values autograd needs for the backward pass.
-        unpack: copies a packed copy back into ``owner``, a :class:`WriteBack` where the strides are known; None if
-            ``flat`` or ``ptr`` is the owner's own memory.
+        stream: for device memory the handle of the stream that orders the array: its library's
+            current stream when the buffer was made.
+        current_stream: for device memory a function that returns the handle of the library's
+            current stream on the device at the time of the call; None on the CPU.
+        writable: True if results may be written to the array. False for read-only memory, for an
+            array that was expanded, whose elements share memory, and for one whose values autograd
+            needs for the backward pass.
+        unpack: copies a packed copy back into ``owner``, a :class:`WriteBack` where the strides are
+            known; None if ``flat`` or ``ptr`` is the owner's own memory.
     """
 
     __slots__ = (
@@ -132,7 +134,8 @@ class Buffer:
 
 
 def has_shared_elements(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
-    """True if several elements of an array have the same memory, as after a broadcast; strides as ``itemsize``."""
+    """True if several elements of an array have the same memory, as after a broadcast; strides as
+    ``itemsize``."""
     if 0 in shape:
         return False
     steps = sorted((abs(step), size) for step, size in zip(strides, shape, strict=True) if size > 1)
@@ -161,11 +164,13 @@ def register_current_stream(device: Device, current_stream: Callable[[], int]) -
     """Register an array library on a device.
 
     Args:
-        current_stream: returns the handle of the library's current stream there, for the calling thread.
+        current_stream: returns the handle of the library's current stream there, for the calling
+            thread.
     """
     _CURRENT_STREAMS.setdefault(device, []).append(current_stream)
 
 
 def current_streams(device: Device) -> set[int]:
-    """Handles of the calling thread's current streams on a device, one per registered array library."""
+    """Handles of the calling thread's current streams on a device, one per registered array
+    library."""
     return {current_stream() for current_stream in _CURRENT_STREAMS.get(device, ())}

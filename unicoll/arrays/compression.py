@@ -1,18 +1,21 @@
-"""Lossy compression of float32 and float64 for slow links: bfloat16, and int8 with one scale per block.
+"""Lossy compression of float32 and float64 for slow links: bfloat16, and int8 with one scale per
+block.
 
-A codec turns an array into bytes and back. Decoding gives the same bits from the same bytes on every rank.
+A codec turns an array into bytes and back. Decoding gives the same bits from the same bytes on
+every rank.
 
 ``bfloat16``
-    Each value is rounded to the nearest bfloat16, ties to even (float64: to float32 first): the error is at most
-    2^-8 of the value, or 2^-134 where that is more. Magnitudes above 3.39e38 become infinite; infinities are kept, and
-    NaN stays NaN.
+    Each value is rounded to the nearest bfloat16, ties to even (float64: to float32 first): the
+    error is at most 2^-8 of the value, or 2^-134 where that is more. Magnitudes above 3.39e38
+    become infinite; infinities are kept, and NaN stays NaN.
 ``int8``
-    Each block of :data:`BLOCK` consecutive values is divided by 1/127 of its largest magnitude m and rounded to the
-    nearest integer: the error is at most m/254, plus a few roundings of the element type. m counts as at least 256
-    times the smallest normal number (3e-36; float64: 6e-306). All values of a block that has an infinity or NaN
-    become NaN.
+    Each block of :data:`BLOCK` consecutive values is divided by 1/127 of its largest magnitude m
+    and rounded to the nearest integer: the error is at most m/254, plus a few roundings of the
+    element type. m counts as at least 256 times the smallest normal number (3e-36; float64:
+    6e-306). All values of a block that has an infinity or NaN become NaN.
 
-The functions expect NumPy's floating-point warnings to be off, see :func:`unicoll.arrays.kernels.quiet_runner`.
+The functions expect NumPy's floating-point warnings to be off, see
+:func:`unicoll.arrays.kernels.quiet_runner`.
 """
 
 from __future__ import annotations
@@ -36,11 +39,13 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, count: int) -> int:
-        """Bytes of ``count`` compressed elements: a multiple of 8, for whole blocks at most ``2 * count``."""
+        """Bytes of ``count`` compressed elements: a multiple of 8, for whole blocks at most ``2 *
+        count``."""
 
     @abstractmethod
     def encode(self, values: Flat, data: Flat) -> None:
-        """Compress a contiguous array into ``data``: uint8, at least ``nbytes(values.size)``, aligned to 8 bytes."""
+        """Compress a contiguous array into ``data``: uint8, at least ``nbytes(values.size)``,
+        aligned to 8 bytes."""
 
     @abstractmethod
     def decode(self, data: Flat, values: Flat) -> None:
@@ -86,19 +91,24 @@ def _floats(count: int) -> Flat:
 
 
 class _Int8(Codec):
-    """The data are the largest magnitude of each block, in the element type, then one byte for each element."""
+    """The data are the largest magnitude of each block, in the element type, then one byte for each
+    element."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         info = np.finfo(dtype)
         self._dtype = dtype
         self._integer = np.dtype(f"i{dtype.itemsize}")
         self._least = np.array(
-            info.tiny * 256, dtype
-        )  # the step and its inverse are normal numbers from here on
+            info.tiny * 256,
+            dtype,
+            # The step and its inverse are normal numbers from here on.
+        )
         self._steps = np.array(_STEPS, dtype)
-        # a little less than 1/127, so that 127 steps never exceed the largest magnitude, which may be the type's
+        # a little less than 1/127, so that 127 steps never exceed the largest magnitude, which may
+        # be the type's
         self._step = np.array((1 - 3 * float(info.eps)) / _STEPS, dtype)
-        # added to a small number, it leaves the nearest integer, ties to even, in the lowest bits of the sum
+        # added to a small number, it leaves the nearest integer, ties to even, in the lowest bits
+        # of the sum
         self._to_integer = np.array(1.5 * 2.0**info.nmant, dtype)
         self._zero = np.array(0, dtype)
 
@@ -110,7 +120,8 @@ class _Int8(Codec):
         return data[:at].view(self._dtype), data[at : at + count].view(np.int8)
 
     def _rows(self, count: int) -> list[tuple[int, int, int]]:
-        """Ranges of elements that fit the scratch memory, with the size of their blocks; the last may be shorter."""
+        """Ranges of elements that fit the scratch memory, with the size of their blocks; the last
+        may be shorter."""
         whole, step = count // BLOCK * BLOCK, scratch.pair(self._dtype)[0].size
         found = [(at, min(at + step, whole), BLOCK) for at in range(0, whole, step)]
         return [*found, (whole, count, count - whole)] if whole < count else found
@@ -128,10 +139,12 @@ class _Int8(Codec):
     def _encode(self, values: Flat, largest: Flat, integers: Flat) -> None:
         work = scratch.pair(self._dtype)[0][: values.size].reshape(values.shape)
         np.abs(values, out=work)
-        bits = work.view(self._integer)  # in the order of the magnitudes, with NaN last; faster to compare
+        # In the order of the magnitudes, with NaN last; faster to compare.
+        bits = work.view(self._integer)
         np.maximum.reduce(bits, axis=1, out=largest.view(self._integer))
         np.maximum(largest, self._least, out=largest)
-        np.add(largest, largest * self._zero, out=largest)  # infinity becomes NaN
+        # Infinity becomes NaN.
+        np.add(largest, largest * self._zero, out=largest)
         np.multiply(values, (self._steps / largest)[:, None], out=work)
         np.add(work, self._to_integer, out=work)
         integers[...] = bits
@@ -150,5 +163,6 @@ _CODECS = {"bfloat16": _BFloat16, "int8": _Int8}
 
 @lru_cache(maxsize=16)
 def codec_for(compression: str, dtype: np.dtype[Any]) -> Codec:
-    """The codec of a compression, a key of :data:`unicoll.arrays.types.COMPRESSIONS`, and float32 or float64."""
+    """The codec of a compression, a key of :data:`unicoll.arrays.types.COMPRESSIONS`, and float32
+    or float64."""
     return _CODECS[compression](dtype)

@@ -1,14 +1,16 @@
-"""Conversion of arrays to buffers: ``as_buffer(array) -> Buffer``, with one adapter per array family.
+"""Conversion of arrays to buffers: ``as_buffer(array) -> Buffer``, with one adapter per array
+family.
 
-The family follows from the array's type: NumPy, torch, CuPy, then any type with ``__sycl_usm_array_interface__``,
-``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol. The adapters for torch and CuPy take the module
-from ``sys.modules`` and import nothing.
+The family follows from the array's type: NumPy, torch, CuPy, then any type with
+``__sycl_usm_array_interface__``, ``__dlpack__``, ``__cuda_array_interface__`` or the buffer
+protocol. The adapters for torch and CuPy take the module from ``sys.modules`` and import nothing.
 
-Backends always get contiguous memory. An array that is not contiguous is packed into a copy, and a result is
-copied back with :meth:`Buffer.write_back`; the array keeps its strides.
+Backends always get contiguous memory. An array that is not contiguous is packed into a copy, and a
+result is copied back with :meth:`Buffer.write_back`; the array keeps its strides.
 
-An array of a subclass is first viewed as a plain array with the methods of the family's base class, so no override of
-the subclass is called. A subclass whose memory does not hold its elements raises an error that names it.
+An array of a subclass is first viewed as a plain array with the methods of the family's base class,
+so no override of the subclass is called. A subclass whose memory does not hold its elements raises
+an error that names it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from unicoll.errors import DistArgumentError, DistTypeError
 
 __all__ = ["Buffer", "as_buffer", "as_buffers", "register_family"]
 
-# --- NumPy -----------------------------------------------------------------------------------------------------
+# --- NumPy ----------------------------------------------------------------------------------------
 
 _OBJECTS = "the functions for objects, such as broadcast_object_list"
 _INSTEAD = {
@@ -54,14 +56,17 @@ _BY_NUMPY: dict[np.dtype[Any], DType] = {d.storage: d for d in DTYPES if d.nativ
 def _numpy_dtype(dtype: np.dtype[Any]) -> DType:
     found = _BY_NUMPY.get(dtype)
     if found is None:
-        found = BY_NAME.get(dtype.name) if dtype.isnative else None  # a type of ml_dtypes
+        # A type of ml_dtypes.
+        found = BY_NAME.get(dtype.name) if dtype.isnative else None
         if found is None or found.native:
             reason = (
                 _INSTEAD.get(dtype.kind, "")
                 if dtype.isnative
                 else " (byte order is not this machine's; use .astype(dtype.newbyteorder('=')))"
             )
-            raise DistTypeError(f"arrays of dtype {dtype.str} ({dtype.name}) cannot be communicated{reason}")
+            raise DistTypeError(
+                f"arrays of dtype {dtype.str} ({dtype.name}) cannot be communicated{reason}"
+            )
         _BY_NUMPY[dtype] = found
     return found
 
@@ -83,7 +88,9 @@ def _from_numpy(array: FlatArray) -> Buffer:
     def copy_back() -> None:
         array[...] = packed
 
-    writable = flags.writeable and not has_shared_elements(array.shape, array.strides, array.itemsize)
+    writable = flags.writeable and not has_shared_elements(
+        array.shape, array.strides, array.itemsize
+    )
     unpack = WriteBack(copy_back, array.__array_interface__["data"][0], array.strides)
     return Buffer(array, dtype, array.shape, flat, writable, unpack)
 
@@ -102,11 +109,12 @@ def _from_numpy_subclass(array: Any) -> Buffer:
     return buffer
 
 
-# --- arrays on devices -----------------------------------------------------------------------------------------
+# --- arrays on devices ----------------------------------------------------------------------------
 
 
 def _from_cuda_interface(array: Any) -> Buffer:
-    """An array with ``__cuda_array_interface__``, version 2 or 3 (defined in the documentation of Numba and CuPy)."""
+    """An array with ``__cuda_array_interface__``, version 2 or 3 (defined in the documentation of
+    Numba and CuPy)."""
     cai = array.__cuda_array_interface__
     dtype = _numpy_dtype(np.dtype(array.dtype if hasattr(array, "dtype") else cai["typestr"]))
     shape = tuple(int(n) for n in cai["shape"])
@@ -148,7 +156,8 @@ def _from_cuda_interface(array: Any) -> Buffer:
 def _from_strided(
     array: Any, protocol: str, index: int, stream: int, views: Mapping[str, Callable[[Any], Any]]
 ) -> Buffer:
-    """An array on a CUDA device that is not contiguous: CuPy or torch packs it, in the order of its stream.
+    """An array on a CUDA device that is not contiguous: CuPy or torch packs it, in the order of its
+    stream.
 
     Args:
         index: of the device.
@@ -164,19 +173,21 @@ def _from_strided(
                     return buffer
         except ImportError:
             continue
-        except Exception as e:  # of any type: without a driver, without memory
+        except Exception as e:
+            # Of any type: without a driver, without memory.
             reason = e
     failed = f" ({type(reason).__name__}: {reason})" if reason else ""
     raise DistArgumentError(
-        f"a {protocol} array that is not contiguous can be communicated if CuPy or torch is installed, which packs"
-        f" it{failed}; or copy it first"
+        f"a {protocol} array that is not contiguous can be communicated if CuPy or torch is"
+        f" installed, which packs it{failed}; or copy it first"
     ) from reason
 
 
 def _pack_by(
     library: Any, array: Any, view: Callable[[Any], Any], device: Device, stream: int
 ) -> Buffer | None:
-    """The buffer of a strided array, packed by a library; None if that has copied the array to another place."""
+    """The buffer of a strided array, packed by a library; None if that has copied the array to
+    another place."""
     in_order = partial(_in_stream, library, device.index, stream)
     with in_order():
         packed = as_buffer(view(library))
@@ -194,9 +205,11 @@ def _pack_by(
         packed.shape,
         None,
         packed.writable,
-        WriteBack(write_back, unpack.address, unpack.strides)
-        if isinstance(unpack, WriteBack)
-        else write_back,
+        (
+            WriteBack(write_back, unpack.address, unpack.strides)
+            if isinstance(unpack, WriteBack)
+            else write_back
+        ),
         device,
         packed.ptr,
         packed.count,
@@ -210,7 +223,9 @@ def _in_stream(library: Any, index: int, stream: int) -> Iterator[None]:
     """Make a device and a stream current in CuPy or torch."""
     with ExitStack() as stack:
         if library.__name__ == "torch":
-            stack.enter_context(library.cuda.stream(library.cuda.ExternalStream(stream, device=index)))
+            stack.enter_context(
+                library.cuda.stream(library.cuda.ExternalStream(stream, device=index))
+            )
         else:
             stack.enter_context(library.cuda.Device(index))
             stack.enter_context(library.cuda.ExternalStream(stream))
@@ -218,7 +233,8 @@ def _in_stream(library: Any, index: int, stream: int) -> Iterator[None]:
 
 
 def _from_dlpack(array: Any) -> Buffer:
-    """An array with ``__dlpack__`` on the CPU, or on a device, where its library's default stream orders it."""
+    """An array with ``__dlpack__`` on the CPU, or on a device, where its library's default stream
+    orders it."""
     kind, index = dlpack.device_of(array)
     immutable = type(array).__module__.partition(".")[0] in _IMMUTABLE
     if kind in dlpack.HOST_DEVICES:
@@ -267,7 +283,8 @@ def _sycl() -> Any:
 
 
 def _from_usm_interface(array: Any) -> Buffer:
-    """An array with ``__sycl_usm_array_interface__``, version 1 (in dpctl's documentation), ordered by its queue."""
+    """An array with ``__sycl_usm_array_interface__``, version 1 (in dpctl's documentation), ordered
+    by its queue."""
     found = array.__sycl_usm_array_interface__
     dtype = _numpy_dtype(np.dtype(found["typestr"]))
     shape = tuple(int(n) for n in found["shape"])
@@ -288,7 +305,8 @@ def _from_usm_interface(array: Any) -> Buffer:
     pointer, read_only = packed.__sycl_usm_array_interface__["data"][0], found["data"][1]
     offset = packed.__sycl_usm_array_interface__.get("offset", 0)
     queue = found["syclobj"]
-    if not hasattr(queue, "sycl_device"):  # a context, or the name of a device
+    # A context, or the name of a device.
+    if not hasattr(queue, "sycl_device"):
         queue = import_module("dpctl.memory").as_usm_memory(array).sycl_queue
     index, stream = _sycl().place_of(queue)
     return Buffer(
@@ -307,7 +325,8 @@ def _from_usm_interface(array: Any) -> Buffer:
 
 
 _IMMUTABLE = frozenset(("jax", "jaxlib", "tensorflow"))
-"""Modules whose arrays are immutable even where DLPack reports them writable; they cannot be outputs."""
+"""Modules whose arrays are immutable even where DLPack reports them writable; they cannot be
+outputs."""
 
 
 def _cupy_family(kind: type) -> Adapter | None:
@@ -346,7 +365,8 @@ def _cupy_adapter(cupy: Any) -> Adapter:
         unpack, packed, writable = None, array, True
         if not array.flags.c_contiguous:
             writable = not has_shared_elements(array.shape, array.strides, array.itemsize)
-            with cupy.cuda.Device(index):  # CuPy allocates and copies on the current one
+            # CuPy allocates and copies on the current one.
+            with cupy.cuda.Device(index):
                 packed = cupy.ascontiguousarray(array)
 
             def copy_back() -> None:
@@ -372,7 +392,7 @@ def _cupy_adapter(cupy: Any) -> Adapter:
     return adapt
 
 
-# --- buffer protocol ----------------------------------------------------------------------------------------------
+# --- buffer protocol ------------------------------------------------------------------------------
 
 
 def _memory_of(array: Any) -> memoryview:
@@ -383,7 +403,8 @@ def _memory_of(array: Any) -> memoryview:
         convert = "its .to_numpy()" if hasattr(type(array), "to_numpy") else "np.asarray of it"
         hint = f"; give {convert}" if hasattr(type(array), "__array__") else ""
         raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind}{hint}") from None
-    except ValueError as e:  # it was released
+    except ValueError as e:
+        # It was released.
         raise DistTypeError(f"{kind}: {e}") from None
 
 
@@ -396,11 +417,12 @@ def _from_memory(array: Any) -> Buffer:
     return buffer
 
 
-# --- copies ------------------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 def copy_of(buffer: Buffer, op: str) -> Buffer:
-    """A buffer with a copy of the memory of a contiguous array, made in the order of its library's current stream.
+    """A buffer with a copy of the memory of a contiguous array, made in the order of its library's
+    current stream.
 
     Args:
         op: name of the operation, for errors.
@@ -417,28 +439,30 @@ def copy_of(buffer: Buffer, op: str) -> Buffer:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return as_buffer(torch.Tensor.clone(owner).as_subclass(torch.Tensor), op)
     if cupy is not None and cupy.ndarray in kind.__mro__:
-        with cupy.cuda.Device(buffer.device.index):  # CuPy allocates and copies on the current one
+        # CuPy allocates and copies on the current one.
+        with cupy.cuda.Device(buffer.device.index):
             return as_buffer(cupy.ndarray.view(owner, cupy.ndarray).copy(), op)
     namespace, copy = getattr(owner, "__array_namespace__", None), getattr(owner, "copy", None)
     if namespace is not None:
         return as_buffer(namespace().asarray(owner, copy=True), op)
     if copy is None:
         raise DistArgumentError(
-            f"{op}: the input {buffer} overlaps an output, and {kind.__name__} has no copy(): copy it first",
+            f"{op}: the input {buffer} overlaps an output, and {kind.__name__} has no copy(): copy"
+            " it first",
             op=op,
         )
     return as_buffer(copy(), op)
 
 
-# --- recognition -------------------------------------------------------------------------------------------------
+# --- recognition ----------------------------------------------------------------------------------
 
 _FAMILIES: dict[str, Callable[[type], Adapter | None]] = {
     "numpy": _numpy_family,
     "torch": torch_family,
     "cupy": _cupy_family,
 }
-"""By module or package of a base class: a function that returns the adapter for a type derived from that class, or None
-if the type is no array of the family."""
+"""By module or package of a base class: a function that returns the adapter for a type derived from
+that class, or None if the type is no array of the family."""
 _ADAPTERS: dict[type, Adapter] = {np.ndarray: _from_numpy}
 """Adapters by exact type."""
 
@@ -455,7 +479,8 @@ def register_family(module: str, factory: Callable[[], Adapter]) -> None:
 
     Args:
         module: module or package of the arrays' types, for example ``"jax"``.
-        factory: called once per array type, with its first array; returns a function from array to :class:`Buffer`.
+        factory: called once per array type, with its first array; returns a function from array to
+            :class:`Buffer`.
     """
     _FAMILIES[module] = lambda kind: factory()
 
@@ -501,7 +526,8 @@ def as_buffers(arrays: Iterable[Any], what: str) -> tuple[Buffer, ...]:
 
 
 def has_only_memory(kind: type) -> bool:
-    """True if objects of a type, of which :func:`as_buffer` has had one, are arrays by the buffer protocol only."""
+    """True if objects of a type, of which :func:`as_buffer` has had one, are arrays by the buffer
+    protocol only."""
     return _ADAPTERS.get(kind) is _from_memory
 
 

@@ -1,7 +1,9 @@
-"""Flat arrays in device memory that can be sliced and copied, for backends whose library accepts device addresses.
+"""Flat arrays in device memory that can be sliced and copied, for backends whose library accepts
+device addresses.
 
-A :class:`DeviceFlat` replaces the flat NumPy view of a host array (:attr:`unicoll.arrays.buffer.Buffer.flat`). A
-backend that only slices, copies and passes on flat arrays works with both. No element is read on the host.
+A :class:`DeviceFlat` replaces the flat NumPy view of a host array
+(:attr:`unicoll.arrays.buffer.Buffer.flat`). A backend that only slices, copies and passes on flat
+arrays works with both. No element is read on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def bound(self) -> AbstractContextManager[None]:
-        """Context in which the device is the thread's current one, which libraries that take device addresses need."""
+        """Context in which the device is the thread's current one, which libraries that take device
+        addresses need."""
 
     @abstractmethod
     def bind(self) -> None:
@@ -41,11 +44,13 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def empty(self, count: int, dtype: np.dtype[Any]) -> DeviceFlat:
-        """Uninitialised memory for ``count`` elements; it returns to the pool with its last reference."""
+        """Uninitialised memory for ``count`` elements; it returns to the pool with its last
+        reference."""
 
     @abstractmethod
     def copy(self, pairs: Sequence[tuple[DeviceFlat, DeviceFlat]]) -> None:
-        """Copy each source to its target, which has the same size; the copies are complete on return.
+        """Copy each source to its target, which has the same size; the copies are complete on
+        return.
 
         Raises:
             OperationTimeoutError: the copies were not complete by the call's deadline.
@@ -61,7 +66,8 @@ class DeviceFlat:
         ptr: address of the first element.
         size: number of elements.
         dtype: their NumPy type; for types that NumPy lacks, an unsigned integer of the same width.
-        owner: keeps the memory alive while this object is referenced (by an MPI request, for example).
+        owner: keeps the memory alive while this object is referenced (by an MPI request, for
+            example).
     """
 
     memory: DeviceMemory
@@ -82,7 +88,8 @@ class DeviceFlat:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The memory as bytes (version 3 of the interface; ``stream`` is None: no synchronisation needed)."""
+        """The memory as bytes (version 3 of the interface; ``stream`` is None: no synchronisation
+        needed)."""
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -97,7 +104,9 @@ class DeviceFlat:
         if step != 1:
             raise DistArgumentError("slices of device memory must have step 1")
         size = max(0, stop - start)
-        return DeviceFlat(self.memory, self.ptr + start * self.itemsize, size, self.dtype, self.owner)
+        return DeviceFlat(
+            self.memory, self.ptr + start * self.itemsize, size, self.dtype, self.owner
+        )
 
     def view(self, dtype: Any) -> DeviceFlat:
         """The same bytes as elements of another dtype."""

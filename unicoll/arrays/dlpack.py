@@ -1,7 +1,8 @@
-"""Arrays that are accessible by DLPack only (https://dmlc.github.io/dlpack), for example JAX arrays.
+"""Arrays that are accessible by DLPack only (https://dmlc.github.io/dlpack), for example JAX
+arrays.
 
-CPU arrays become NumPy views. NumPy has no arrays on devices, so their capsules are read here: the producer gets
-the stream on which the memory is read, and makes that stream wait for pending writes.
+CPU arrays become NumPy views. NumPy has no arrays on devices, so their capsules are read here: the
+producer gets the stream on which the memory is read, and makes that stream wait for pending writes.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def device_of(array: Any) -> tuple[int, int]:
 
 
 class _HostMemory:
-    """The array interface of memory in host memory, with the bits of types that NumPy lacks; keeps the memory."""
+    """The array interface of memory in host memory, with the bits of types that NumPy lacks; keeps
+    the memory."""
 
     def __init__(self, memory: DLPackMemory) -> None:
         self._memory = memory
@@ -140,9 +142,11 @@ class _HostMemory:
 
 
 def import_host(array: Any) -> tuple[np.ndarray[Any, Any], DType]:
-    """A NumPy array over the memory of an array in host memory, and its element type, which NumPy may lack.
+    """A NumPy array over the memory of an array in host memory, and its element type, which NumPy
+    may lack.
 
-    Capsules before DLPack 1.0 have no read-only flag: their memory is writable, as for other consumers.
+    Capsules before DLPack 1.0 have no read-only flag: their memory is writable, as for other
+    consumers.
 
     Raises:
         DistTypeError: the element type cannot be communicated.
@@ -155,8 +159,9 @@ def import_memory(array: Any, stream: Any, handle: int) -> DLPackMemory:
     """The memory of an array.
 
     Args:
-        stream: for the producer, which orders the memory for it: on CUDA a stream (1 is the legacy default stream), on
-            an AMD device 0 for the default stream, on a SYCL device a ``dpctl.SyclQueue``; None for host memory.
+        stream: for the producer, which orders the memory for it: on CUDA a stream (1 is the legacy
+            default stream), on an AMD device 0 for the default stream, on a SYCL device a
+            ``dpctl.SyclQueue``; None for host memory.
         handle: the stream's handle here.
 
     Raises:
@@ -165,7 +170,8 @@ def import_memory(array: Any, stream: Any, handle: int) -> DLPackMemory:
     try:
         try:
             capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
-        except TypeError:  # a producer of a DLPack version before 1.0
+        except TypeError:
+            # A producer of a DLPack version before 1.0.
             capsule = array.__dlpack__(stream=stream)
     except (BufferError, RuntimeError, TypeError, ValueError) as e:
         what = f"{type(array).__module__}.{type(array).__name__}"
@@ -183,8 +189,8 @@ def import_memory(array: Any, stream: Any, handle: int) -> DLPackMemory:
     found = _KINDS.get((tensor.code, tensor.bits, tensor.lanes)[: 2 if tensor.lanes == 1 else 3])
     if found is None:
         raise DistTypeError(
-            f"DLPack arrays of type code {tensor.code} with {tensor.bits} bits and {tensor.lanes} lanes"
-            " cannot be communicated"
+            f"DLPack arrays of type code {tensor.code} with {tensor.bits} bits and {tensor.lanes}"
+            " lanes cannot be communicated"
         )
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
@@ -195,7 +201,8 @@ def import_memory(array: Any, stream: Any, handle: int) -> DLPackMemory:
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int], unit: int = 1) -> bool:
-    """True if the strides are those of a contiguous array; ``unit`` is the stride between neighbouring elements."""
+    """True if the strides are those of a contiguous array; ``unit`` is the stride between
+    neighbouring elements."""
     expected = unit
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != expected:

@@ -1,31 +1,35 @@
 """Sums of exact arithmetic, rounded once: they do not depend on the order of the addends.
 
-An element of the result is the sum of the ranks' elements as real numbers, rounded to the element type (to nearest,
-ties to even). So it has the same bits for every order and grouping of the ranks, and the least possible error: half a
-unit in the last place. So is an average, of which the quotient is rounded, not the sum: it cannot overflow.
+An element of the result is the sum of the ranks' elements as real numbers, rounded to the element
+type (to nearest, ties to even). So it has the same bits for every order and grouping of the ranks,
+and the least possible error: half a unit in the last place. So is an average, of which the quotient
+is rounded, not the sum: it cannot overflow.
 
 For a block of elements the first of these that is exact is used:
 
-1. All addends are added in float64. This is exact for float32 while the addends of an element differ by less than
-   about ``2**29 / n``, and for float16 always, up to ``2**12`` ranks.
-2. The rounding errors of these additions are computed (TwoSum, Knuth, The Art of Computer Programming 2, 4.2.2) and
-   added, too. This is exact for float64 while the addends differ by less than about ``2**50``.
-3. The elements for which that is not exact are added one by one by :func:`math.fsum` (Shewchuk, Adaptive Precision
-   Floating-Point Arithmetic, 1997). This takes about 1 us for each of them.
+1. All addends are added in float64. This is exact for float32 while the addends of an element
+   differ by less than about ``2**29 / n``, and for float16 always, up to ``2**12`` ranks.
+2. The rounding errors of these additions are computed (TwoSum, Knuth, The Art of Computer
+   Programming 2, 4.2.2) and added, too. This is exact for float64 while the addends differ by less
+   than about ``2**50``.
+3. The elements for which that is not exact are added one by one by :func:`math.fsum` (Shewchuk,
+   Adaptive Precision Floating-Point Arithmetic, 1997). This takes about 1 us for each of them.
 
-An average is the rounded quotient of a float64 and the remainder of the division, which is computed without a rounding
-(Dekker, A floating-point technique for extending the available precision, 1971). Where that does not suffice to round
-correctly, which is rare, it is divided as a rational number.
+An average is the rounded quotient of a float64 and the remainder of the division, which is computed
+without a rounding (Dekker, A floating-point technique for extending the available precision, 1971).
+Where that does not suffice to round correctly, which is rare, it is divided as a rational number.
 
-The processor tells whether an addition has been rounded: it sets a flag (IEEE 754, "inexact"). Where the flag cannot
-be used, more blocks take a later step, with the same result. The sum of two ranks is one addition, which is rounded
-correctly in the element type already; float16 and bfloat16 are added in float32, whose precision suffices for two
-(Figueroa, When is double rounding innocuous?, 1995).
+The processor tells whether an addition has been rounded: it sets a flag (IEEE 754, "inexact").
+Where the flag cannot be used, more blocks take a later step, with the same result. The sum of two
+ranks is one addition, which is rounded correctly in the element type already; float16 and bfloat16
+are added in float32, whose precision suffices for two (Figueroa, When is double rounding
+innocuous?, 1995).
 
-Infinities give infinity, of both signs NaN; NaN gives NaN; every NaN is the positive quiet NaN without payload. A sum
-beyond the largest number becomes infinite, not one of which only a partial sum is. The sum of zeros is -0.0 if all are,
-else 0.0, and so are exact sums of zero. Subnormal numbers are numbers like any other. The number of addends
-is not limited, for an average to less than ``2**26``.
+Infinities give infinity, of both signs NaN; NaN gives NaN; every NaN is the positive quiet NaN
+without payload. A sum beyond the largest number becomes infinite, not one of which only a partial
+sum is. The sum of zeros is -0.0 if all are, else 0.0, and so are exact sums of zero. Subnormal
+numbers are numbers like any other. The number of addends is not limited, for an average to less
+than ``2**26``.
 """
 
 from __future__ import annotations
@@ -69,11 +73,12 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-# --- the inexact flag -----------------------------------------------------------------------------------------------
+# --- the inexact flag -----------------------------------------------------------------------------
 
 
 class InexactFlag:
-    """The calling thread's floating-point flag that says whether a result was rounded since the last :meth:`clear`."""
+    """The calling thread's floating-point flag that says whether a result was rounded since the
+    last :meth:`clear`."""
 
     def __init__(self) -> None:
         self._mask = _FLAGS[platform.machine()]
@@ -129,7 +134,7 @@ def _is_reliable(flag: InexactFlag) -> bool:
     return True
 
 
-# --- sums -----------------------------------------------------------------------------------------------------------
+# --- sums -----------------------------------------------------------------------------------------
 
 
 class Summation:
@@ -177,7 +182,8 @@ class Summation:
             if self._divides(parts):
                 total = self._divide(parts, total, np.full(total.size, -0.0), np.False_)
         if self._average and not self._divides(parts):
-            np.divide(total, len(parts), out=total)  # which is exact
+            # Which is exact.
+            np.divide(total, len(parts), out=total)
         self._narrow(total, out)
 
     def _add_wide(self, parts: Sequence[Flat], out: Flat) -> None:
@@ -203,7 +209,8 @@ class Summation:
         out[...] = values
 
     def _sum_with_errors(self, parts: Sequence[Flat]) -> Flat:
-        """The sums or averages, rounded to nearest, but for a narrower result as by :func:`_move_off_ties`."""
+        """The sums or averages, rounded to nearest, but for a narrower result as by
+        :func:`_move_off_ties`."""
         new, other, loaded, work, missing = [array[: parts[0].size] for array in _scratch.arrays]
         total, wide, flag, rounded = parts[0], self._wide, self._flag, False
         if not wide:
@@ -221,11 +228,14 @@ class Summation:
             np.subtract(missing, loaded, out=missing)
             rounded |= flag.is_set()
         if self._divides(parts):
-            return self._divide(parts, total, -missing, self._is_rounded(parts) if rounded else np.False_)
+            return self._divide(
+                parts, total, -missing, self._is_rounded(parts) if rounded else np.False_
+            )
         np.subtract(total, missing, out=new)
         if not wide:
             _move_off_ties(new, total, missing)
-        largest = np.maximum.reduce(new)  # NaN if any sum has an infinity, or a partial sum is too large
+        # NaN if any sum has an infinity, or a partial sum is too large.
+        largest = np.maximum.reduce(new)
         if rounded or largest != largest:
             self._finish(parts, new, rounded)
         return new
@@ -248,7 +258,8 @@ class Summation:
         return columns
 
     def _divide(self, parts: Sequence[Flat], total: Flat, errors: Flat, unfinished: Any) -> Flat:
-        """The averages, rounded as sums are; ``total + errors`` is the exact sum where it is not ``unfinished``."""
+        """The averages, rounded as sums are; ``total + errors`` is the exact sum where it is not
+        ``unfinished``."""
         ranks = len(parts)
         sums, work = np.empty((2, total.size))
         _add(total, errors, sums, errors, work)
@@ -258,9 +269,9 @@ class Summation:
         found = np.where(more == 0, quotient, quotient + more)
         magnitude = np.abs(quotient)
         # also where the quotient is NaN, with which every comparison is False
-        unfinished = unfinished | ~((magnitude > _SMALLEST_SPLIT) & (magnitude < _LARGEST_SPLIT)) & (
-            sums != 0
-        )
+        unfinished = unfinished | ~(
+            (magnitude > _SMALLEST_SPLIT) & (magnitude < _LARGEST_SPLIT)
+        ) & (sums != 0)
         if not self._wide:
             unfinished |= ((found.view(np.int64) & _BELOW_TIE) == 0) & (more != 0)
         else:
@@ -277,9 +288,13 @@ class Summation:
     def _finish_averages(self, parts: Sequence[Flat], found: Flat, unfinished: Flat) -> None:
         """Write the averages that are not exact yet."""
         if unfinished.any():
-            infinite = self._add_infinities(parts, found) if not np.isfinite(found).all() else np.False_
+            infinite = (
+                self._add_infinities(parts, found) if not np.isfinite(found).all() else np.False_
+            )
             places = np.flatnonzero(unfinished & ~infinite)
-            found[places] = [_exact_average(column, self._wide) for column in self._columns(parts, places)]
+            found[places] = [
+                _exact_average(column, self._wide) for column in self._columns(parts, places)
+            ]
 
     def _is_rounded(self, parts: Sequence[Flat]) -> Flat:
         """True for the elements for which the sum of the errors is rounded."""
@@ -308,21 +323,27 @@ class Summation:
         np.copyto(sums, found, where=there)
         return there
 
-    def combine_with_rest(self, parts: Sequence[Flat], rest: Mapping[int, list[float]], out: Flat) -> None:
-        """:meth:`combine` of float64 addends, with more addends for the elements whose indices are in ``rest``."""
+    def combine_with_rest(
+        self, parts: Sequence[Flat], rest: Mapping[int, list[float]], out: Flat
+    ) -> None:
+        """:meth:`combine` of float64 addends, with more addends for the elements whose indices are
+        in ``rest``."""
         self.combine(parts, out)
         for i, more in rest.items():
             addends = [*(float(part[i]) for part in parts), *more]
-            if all(map(math.isfinite, addends)):  # else the result is an infinity or NaN already
+            # Else the result is an infinity or NaN already.
+            if all(map(math.isfinite, addends)):
                 self._narrow(np.array([_exact(addends, self._wide)]), out[i : i + 1])
 
     def _narrow(self, total: Flat, out: Flat) -> None:
-        """Round float64 numbers to the element type; float16 and bfloat16 use the memory of ``total``."""
+        """Round float64 numbers to the element type; float16 and bfloat16 use the memory of
+        ``total``."""
         if self._half is None:
             out[...] = total
             return
-        # Round to float32 towards zero, but set the last bit of what is not exact: that keeps it off the ties between
-        # two numbers of the element type (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008).
+        # Round to float32 towards zero, but set the last bit of what is not exact: that keeps it
+        # off the ties between two numbers of the element type (Boldo and Melquiond, Emulation of
+        # FMA and correctly rounded sums, 2008).
         bits, rest = total.view(np.int64), _scratch.arrays[2][: total.size].view(np.int64)
         np.bitwise_and(bits, _BELOW_FLOAT32, out=rest)
         np.add(rest, _BELOW_FLOAT32, out=rest)
@@ -336,7 +357,8 @@ class Summation:
 class Accumulator:
     """The exact sum of arrays of one floating-point type that are added one after another.
 
-    It is ``total - missing``, both of float64, and for the elements whose indices are in ``rest`` more addends.
+    It is ``total - missing``, both of float64, and for the elements whose indices are in ``rest``
+    more addends.
 
     Args:
         count: number of elements.
@@ -347,7 +369,8 @@ class Accumulator:
     """
 
     def __init__(self, count: int, dtype: np.dtype[Any], half: HalfConversion | None) -> None:
-        self.total = np.full(count, -0.0)  # which changes nothing that it is added to
+        # Which changes nothing that it is added to.
+        self.total = np.full(count, -0.0)
         self.missing: Flat | None = None
         self.rest: dict[int, list[float]] = {}
         self._addends = Summation(dtype, half)
@@ -375,7 +398,8 @@ class Accumulator:
             return
         _add(total, loaded, new, error, work)
         largest = np.maximum.reduce(error)
-        if largest != largest:  # an infinity or NaN, or the sum is too large
+        # An infinity or NaN, or the sum is too large.
+        if largest != largest:
             self._keep_finite(total, loaded, new, start)
             error[~np.isfinite(error)] = 0
         total[...] = new
@@ -404,7 +428,8 @@ class Accumulator:
 
 
 def _add(total: Flat, values: Flat, new: Flat, error: Flat, work: Flat) -> None:
-    """TwoSum: ``new`` becomes ``total + values``, and ``error``, which may be ``values``, what is missing in it."""
+    """TwoSum: ``new`` becomes ``total + values``, and ``error``, which may be ``values``, what is
+    missing in it."""
     np.add(total, values, out=new)
     np.subtract(new, total, out=work)
     np.subtract(values, work, out=error)
@@ -414,7 +439,8 @@ def _add(total: Flat, values: Flat, new: Flat, error: Flat, work: Flat) -> None:
 
 
 def _remainder(values: Flat, quotient: Flat, divisor: int) -> Flat:
-    """``values - quotient * divisor``, exactly, where ``quotient`` is ``values / divisor``, rounded."""
+    """``values - quotient * divisor``, exactly, where ``quotient`` is ``values / divisor``,
+    rounded."""
     work = quotient * _SPLIT
     upper = work - (work - quotient)
     # both halves have so few bits that their products are exact
@@ -423,7 +449,8 @@ def _remainder(values: Flat, quotient: Flat, divisor: int) -> Flat:
 
 
 def _move_off_ties(sums: Flat, total: Flat, missing: Flat) -> None:
-    """Where ``sums`` are in the middle between two float32 numbers, move them towards the exact ``total - missing``."""
+    """Where ``sums`` are in the middle between two float32 numbers, move them towards the exact
+    ``total - missing``."""
     places = np.flatnonzero((sums.view(np.int64) & _BELOW_TIE) == 0)
     if not places.size:
         return
@@ -436,10 +463,12 @@ def _move_off_ties(sums: Flat, total: Flat, missing: Flat) -> None:
 
 
 def _exact(values: list[float], is_final: bool) -> float:
-    """The sum of finite numbers, rounded to nearest, but unless ``is_final`` as by :func:`_move_off_ties`."""
+    """The sum of finite numbers, rounded to nearest, but unless ``is_final`` as by
+    :func:`_move_off_ties`."""
     try:
         total = math.fsum(values)
-    except OverflowError:  # a partial sum is too large
+    except OverflowError:
+        # A partial sum is too large.
         exact = sum(map(Fraction, values))
         try:
             return float(exact)
@@ -467,6 +496,7 @@ def _exact_average(values: list[float], is_final: bool) -> float:
 
 def unify_nans(values: Flat) -> None:
     """Make every NaN the positive quiet one without payload: that of a sum depends on the order."""
-    largest = np.maximum.reduce(values) if values.size else 0  # NaN if any is
+    # NaN if any is.
+    largest = np.maximum.reduce(values) if values.size else 0
     if largest != largest:
         values[np.isnan(values)] = np.nan

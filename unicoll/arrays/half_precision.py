@@ -1,14 +1,16 @@
 """Conversion of float16 and bfloat16 to float32 and back, in blocks.
 
-NumPy's float16 arithmetic is not vectorised, and NumPy has no bfloat16. This module rounds float32 with integer
-operations on whole blocks. If the program has already imported torch or ml_dtypes, their faster conversions are used;
-this module imports neither.
+NumPy's float16 arithmetic is not vectorised, and NumPy has no bfloat16. This module rounds float32
+with integer operations on whole blocks. If the program has already imported torch or ml_dtypes,
+their faster conversions are used; this module imports neither.
 
-All conversions give the same bits, since the ranks of a group may use different ones: widening is exact, narrowing
-rounds to nearest, ties to even, overflow becomes infinity (IEEE 754), and every NaN becomes the positive quiet NaN
-without payload. A package's conversion is used only after it has passed a check of these rules.
+All conversions give the same bits, since the ranks of a group may use different ones: widening is
+exact, narrowing rounds to nearest, ties to even, overflow becomes infinity (IEEE 754), and every
+NaN becomes the positive quiet NaN without payload. A package's conversion is used only after it has
+passed a check of these rules.
 
-The functions expect NumPy's floating-point warnings to be off, see :func:`unicoll.arrays.kernels.quiet_runner`.
+The functions expect NumPy's floating-point warnings to be off, see
+:func:`unicoll.arrays.kernels.quiet_runner`.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ Flat = npt.NDArray[Any]
 Convert = Callable[[Flat, Flat], None]
 
 BLOCK = 1 << 15
-"""Maximum elements per conversion: as float32 they fit into the L2 cache. torch splits larger conversions over threads
-(its grain size), which would take cores from the other ranks of the host."""
+"""Maximum elements per conversion: as float32 they fit into the L2 cache. torch splits larger
+conversions over threads (its grain size), which would take cores from the other ranks of the host.
+"""
 
 _log = logs.logger("arrays")
 
@@ -57,7 +60,8 @@ scratch = _ScratchBuffers()
 
 
 def _uint32(value: int) -> Flat:
-    return np.array(value, np.uint32)  # a 0-d array is twice as fast an operand as a NumPy scalar
+    # A 0-d array is twice as fast an operand as a NumPy scalar.
+    return np.array(value, np.uint32)
 
 
 _ONE, _SIXTEEN, _BELOW_TIE = _uint32(1), _uint32(16), _uint32(0x7FFF)
@@ -65,17 +69,20 @@ _MAGNITUDE, _EXPONENT, _SIGN = _uint32(0x7FFFFFFF), _uint32(0x7F800000), _uint32
 _LEAST_EXPONENT, _ALIGN, _SHIFT = _uint32(113 << 23), _uint32(13 << 23), _uint32(13)
 _REBIAS = np.array(-(126 << 10) & 0xFFFF, np.uint16)
 _OVERFLOW = 0x47800000
-"""65536 as float32. Smaller magnitudes round to at most float16's infinity; larger ones would overflow its exponent."""
+"""65536 as float32. Smaller magnitudes round to at most float16's infinity; larger ones would
+overflow its exponent."""
 
 
 def _unify_nans(values: Flat, out: Flat, nan: int) -> None:
-    """Write ``nan`` to ``out`` where ``values`` is NaN. (CPUs and packages differ in the sign and payload of NaNs.)"""
-    largest = np.maximum.reduce(values)  # NaN if any is
+    """Write ``nan`` to ``out`` where ``values`` is NaN. (CPUs and packages differ in the sign and
+    payload of NaNs.)"""
+    # NaN if any is.
+    largest = np.maximum.reduce(values)
     if largest != largest:
         out.view(np.uint16)[np.isnan(values)] = nan
 
 
-# --- bfloat16 -------------------------------------------------------------------------------------------------------
+# --- bfloat16 -------------------------------------------------------------------------------------
 
 
 def _widen_bfloat16(values: Flat, out: Flat) -> None:
@@ -85,7 +92,8 @@ def _widen_bfloat16(values: Flat, out: Flat) -> None:
 
 
 def _round_bfloat16(values: Flat, out: Flat) -> None:
-    """Round to nearest even: add 0x7FFF plus the result's last bit, then truncate. The result for NaN is arbitrary."""
+    """Round to nearest even: add 0x7FFF plus the result's last bit, then truncate. The result for
+    NaN is arbitrary."""
     bits = values.view(np.uint32)
     rounded = scratch.bits[: values.size]
     np.right_shift(bits, _SIXTEEN, out=rounded)
@@ -96,7 +104,7 @@ def _round_bfloat16(values: Flat, out: Flat) -> None:
     out[...] = rounded
 
 
-# --- float16 --------------------------------------------------------------------------------------------------------
+# --- float16 --------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -106,7 +114,8 @@ def _table() -> Flat:
 
 
 def _look_up_float16(values: Flat, out: Flat) -> None:
-    np.take(_table(), values.view(np.uint16), out=out, mode="clip")  # the other modes copy to a buffer
+    # The other modes copy to a buffer.
+    np.take(_table(), values.view(np.uint16), out=out, mode="clip")
 
 
 def _cast(values: Flat, out: Flat) -> None:
@@ -122,15 +131,16 @@ def _cast_float16(values: Flat, out: Flat) -> None:
 def _round_float16(values: Flat, out: Flat) -> None:
     """Round by adding a power of two such that the sum's unit in the last place is float16's.
 
-    For a magnitude in [2^e, 2^(e+1)) that is 2^(e+13), at least 2^-1 (for float16's subnormals). The addition rounds
-    to nearest even. The sum's exponent is then that of the result except for the bias, and its mantissa is the result
-    in units of the last place. No intermediate result is subnormal in float32, so CPUs that flush subnormals to zero
-    give the same bits.
+    For a magnitude in [2^e, 2^(e+1)) that is 2^(e+13), at least 2^-1 (for float16's subnormals).
+    The addition rounds to nearest even. The sum's exponent is then that of the result except for
+    the bias, and its mantissa is the result in units of the last place. No intermediate result is
+    subnormal in float32, so CPUs that flush subnormals to zero give the same bits.
     """
     bits, n = values.view(np.uint32), values.size
     size, scale = scratch.bits[:n], scratch.more_bits[:n]
     np.bitwise_and(bits, _MAGNITUDE, out=size)
-    if np.maximum.reduce(size) >= _OVERFLOW:  # or infinite, or NaN
+    # Or infinite, or NaN.
+    if np.maximum.reduce(size) >= _OVERFLOW:
         _cast_float16(values, out)
         return
     np.bitwise_and(size, _EXPONENT, out=scale)
@@ -144,19 +154,20 @@ def _round_float16(values: Flat, out: Flat) -> None:
     np.bitwise_and(scale, _SIGN, out=scale)
     np.add(size, scale, out=size)
     short = out.view(np.uint16)
-    short[...] = size  # keeps the lower 16 bits; drops the exponent's bits above the mantissa
+    # Keeps the lower 16 bits; drops the exponent's bits above the mantissa.
+    short[...] = size
     np.add(short, _REBIAS, out=short)
 
 
-# --- conversions of other packages ----------------------------------------------------------------------------------
+# --- conversions of other packages ----------------------------------------------------------------
 
 
 class _Package:
     """Conversions of a package, used if the program has imported it.
 
     Args:
-        make: takes the module, returns its conversions by name (``"narrow float16"``); None if they cannot be checked
-            at present.
+        make: takes the module, returns its conversions by name (``"narrow float16"``); None if they
+            cannot be checked at present.
     """
 
     def __init__(self, name: str, make: Callable[[Any], dict[str, Convert] | None]) -> None:
@@ -166,11 +177,13 @@ class _Package:
         self._checked = False
 
     def conversion(self, name: str) -> Convert | None:
-        """A conversion that has passed its check; None if the package has none or is not imported (yet)."""
+        """A conversion that has passed its check; None if the package has none or is not imported
+        (yet)."""
         if not self._checked:
             module = sys.modules.get(self.name)
             spec = getattr(module, "__spec__", None)
-            if module is None or getattr(spec, "_initializing", False):  # another thread is importing it
+            # Another thread is importing it.
+            if module is None or getattr(spec, "_initializing", False):
                 return None
             passed = self._passing(module)
             if passed is None:
@@ -181,7 +194,8 @@ class _Package:
     def _passing(self, module: Any) -> dict[str, Convert] | None:
         try:
             conversions = self._make(module)
-        except Exception as e:  # an old version, or one built for another NumPy
+        except Exception as e:
+            # An old version, or one built for another NumPy.
             _log.debug("%s cannot convert half types: %s", self.name, e)
             return {}
         if conversions is None:
@@ -214,12 +228,14 @@ def _of_ml_dtypes(module: Any) -> dict[str, Convert]:
 
 def _of_torch(module: Any) -> dict[str, Convert] | None:
     tensor, bfloat16 = module.from_numpy, module.bfloat16
-    modes = module._C._len_torch_dispatch_stack  # modes such as FakeTensorMode would intercept the conversion
+    # Modes such as FakeTensorMode would intercept the conversion.
+    modes = module._C._len_torch_dispatch_stack
     if modes():
         return None
 
     def convert(values: Flat, out: Flat) -> None:
-        if modes() or not values.flags.writeable:  # torch warns about read-only memory
+        # Torch warns about read-only memory.
+        if modes() or not values.flags.writeable:
             _cast(values, out)
         else:
             tensor(out).copy_(tensor(values))
@@ -237,12 +253,13 @@ _ml_dtypes = _Package("ml_dtypes", _of_ml_dtypes)
 _torch = _Package("torch", _of_torch)
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def _critical() -> Flat:
-    """float32 values of every sign and exponent, with mantissas at, just above and just below both types' ties."""
+    """float32 values of every sign and exponent, with mantissas at, just above and just below both
+    types' ties."""
     top = np.array([0, 1, 2, 0x3F, 0x7E, 0x7F], np.uint32) << 16
     low = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     ends = np.arange(512, dtype=np.uint32) << 23
@@ -272,25 +289,31 @@ def _compare_widen(convert: Convert, reference: Convert, halves: Flat) -> str | 
         nan = np.isnan(expected)
         same = np.where(nan, np.isnan(actual), actual.view(np.uint32) == expected.view(np.uint32))
         if not same.all():
-            return f"{block.view(np.uint16)[np.flatnonzero(~same)[0]]:#06x} is widened to a wrong value"
+            return (
+                f"{block.view(np.uint16)[np.flatnonzero(~same)[0]]:#06x} is widened to a wrong"
+                " value"
+            )
     return None
 
 
 _ALL = np.arange(1 << 16, dtype=np.uint16)
 _CHECKS: dict[str, Callable[[Convert], str | None]] = {
     "widen bfloat16": lambda convert: _compare_widen(convert, _widen_bfloat16, _ALL),
-    "widen float16": lambda convert: _compare_widen(convert, _look_up_float16, _ALL.view(np.float16)),
+    "widen float16": lambda convert: _compare_widen(
+        convert, _look_up_float16, _ALL.view(np.float16)
+    ),
     "narrow bfloat16": lambda convert: _compare_narrow(convert, _round_bfloat16, _ALL),
     "narrow float16": lambda convert: _compare_narrow(convert, _cast, _ALL.view(np.float16)),
 }
 
 
-# --- selection -----------------------------------------------------------------------------------------------------
+# --- selection ------------------------------------------------------------------------------------
 
 _SMALL = 512
 """Below this size one call that is slow per element is faster than several vectorised calls."""
 _LARGE = 4096
-"""Above this size several vectorised calls are faster than one call that is a little slower per element."""
+"""Above this size several vectorised calls are faster than one call that is a little slower per
+element."""
 
 
 def widen_bfloat16(values: Flat, out: Flat) -> None:

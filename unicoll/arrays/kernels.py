@@ -1,8 +1,9 @@
 """Reductions in NumPy, for every element type and reduction.
 
-A kernel combines contributions in an *accumulator* type: the element type itself, or float32 for the half types, whose
-own sums would lose small terms (:mod:`unicoll.arrays.half_precision` converts). Reductions with more than one pass
-over the arrays run in blocks with per-thread scratch memory, so nothing is allocated and a block stays in the cache.
+A kernel combines contributions in an *accumulator* type: the element type itself, or float32 for
+the half types, whose own sums would lose small terms (:mod:`unicoll.arrays.half_precision`
+converts). Reductions with more than one pass over the arrays run in blocks with per-thread scratch
+memory, so nothing is allocated and a block stays in the cache.
 
 Kernels expect NumPy's floating-point warnings to be off, since overflow and NaN are valid results.
 :func:`quiet_runner` switches them off for a whole operation.
@@ -88,7 +89,8 @@ class Kernel:
             self._load(acc[start : start + BLOCK], values[start : start + BLOCK])
 
     def widen(self, values: Flat) -> Flat:
-        """A contribution as an accumulator: a new array, or ``values`` itself if no conversion is needed."""
+        """A contribution as an accumulator: a new array, or ``values`` itself if no conversion is
+        needed."""
         if self._half is None and self._factor is None:
             return values
         acc = np.empty(values.size, self.acc)
@@ -108,7 +110,8 @@ class Kernel:
             self.ufunc(block, loaded, out=block)
 
     def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
-        """Convert an accumulator to the element type, into ``out``, which may be ``acc``; else ``acc`` is unchanged."""
+        """Convert an accumulator to the element type, into ``out``, which may be ``acc``; else
+        ``acc`` is unchanged."""
         if self._half is not None:
             for start in range(0, acc.size, BLOCK):
                 self._finish_half(acc[start : start + BLOCK], out[start : start + BLOCK], ranks)
@@ -142,7 +145,8 @@ class Kernel:
             else self._combine_unconverted
         )
         size, step = out.size, self._step
-        if size <= step or (self.plain and disjoint):  # blocks would have no advantage
+        # Blocks would have no advantage.
+        if size <= step or (self.plain and disjoint):
             if size:
                 combine(contributions, out, disjoint)
             return
@@ -150,7 +154,9 @@ class Kernel:
             stop = start + step
             combine([values[start:stop] for values in contributions], out[start:stop], disjoint)
 
-    def _combine_unconverted(self, contributions: Sequence[Flat], out: Flat, disjoint: bool) -> None:
+    def _combine_unconverted(
+        self, contributions: Sequence[Flat], out: Flat, disjoint: bool
+    ) -> None:
         ranks = len(contributions)
         if ranks == 1:
             out[...] = contributions[0]
@@ -194,7 +200,8 @@ class ExactKernel(Kernel):
         self._of_two = Kernel(dtype, ReduceOp.SUM)
 
     def combine(self, contributions: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
-        part = self._part  # of a complex number
+        # Of a complex number.
+        part = self._part
         if len(contributions) > 2 or self.average:
             if part is not None:
                 contributions, out = [values.view(part) for values in contributions], out.view(part)
@@ -202,16 +209,20 @@ class ExactKernel(Kernel):
             return
         for start in range(0, out.size, BLOCK):
             result = out[start : start + BLOCK]
-            self._of_two.combine([values[start : start + BLOCK] for values in contributions], result)
+            self._of_two.combine(
+                [values[start : start + BLOCK] for values in contributions], result
+            )
             if self._half is None:
                 self._unify_nans(result if part is None else result.view(part))
 
 
 class IntegerAverageKernel(Kernel):
-    """AVG of integers: the exact sum, divided by the number of ranks (up to ``2**30``) and rounded towards zero.
+    """AVG of integers: the exact sum, divided by the number of ranks (up to ``2**30``) and rounded
+    towards zero.
 
-    The sum itself may not fit into the element type, the average always does. Integers of up to 32 bits are added in
-    int64; those of 64 bits as ``high * 2**32 + low``, where each part is added in a type of 64 bits.
+    The sum itself may not fit into the element type, the average always does. Integers of up to 32
+    bits are added in int64; those of 64 bits as ``high * 2**32 + low``, where each part is added in
+    a type of 64 bits.
     """
 
     at_once = True
@@ -230,9 +241,13 @@ class IntegerAverageKernel(Kernel):
         for start in range(0, out.size, step):
             target = out[start : start + step]
             memory = [block[: target.size] for block in blocks]
-            self._average([values[start : start + step] for values in contributions], target, *memory)
+            self._average(
+                [values[start : start + step] for values in contributions], target, *memory
+            )
 
-    def _average_sums(self, parts: Sequence[Flat], out: Flat, total: Flat, work: Flat, *_: Flat) -> None:
+    def _average_sums(
+        self, parts: Sequence[Flat], out: Flat, total: Flat, work: Flat, *_: Flat
+    ) -> None:
         total[...] = parts[0]
         for values in parts[1:]:
             np.add(total, values, out=total)
@@ -261,9 +276,11 @@ class IntegerAverageKernel(Kernel):
         np.add(np.left_shift(quotient, half, out=work), low, out=out)
 
     def _round_up_negative(self, sign: Flat, sums: Flat, work: Flat, ranks: int) -> None:
-        """Add ``ranks - 1`` to the sums whose sign is negative, so that floor division rounds them towards zero."""
+        """Add ``ranks - 1`` to the sums whose sign is negative, so that floor division rounds them
+        towards zero."""
         if self._sums.kind == "i":
-            np.right_shift(sign, np.int64(63), out=work)  # -1 for a negative number, otherwise 0
+            # -1 for a negative number, otherwise 0.
+            np.right_shift(sign, np.int64(63), out=work)
             np.bitwise_and(work, np.int64(ranks - 1), out=work)
             np.add(sums, work, out=sums)
 
@@ -272,12 +289,13 @@ def _refuse(*_: Any, **__: Any) -> None:
     raise NotImplementedError("an exact sum, or an average of integers, of partial sums")
 
 
-# --- averages -------------------------------------------------------------------------------------------------------
+# --- averages -------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
 def _divisor(dtype: np.dtype[Any], ranks: int) -> tuple[Any, Flat]:
-    """(ufunc, operand) that divide by ``ranks``: for a power of two multiplication, which is exact and faster."""
+    """(ufunc, operand) that divide by ``ranks``: for a power of two multiplication, which is exact
+    and faster."""
     if ranks & (ranks - 1) == 0:
         return np.multiply, np.array(1 / ranks, dtype)
     return np.divide, np.array(ranks, dtype)
@@ -293,7 +311,7 @@ def _divide_complex(acc: Flat, out: Flat, ranks: int) -> None:
     _divide_floats(acc.view(part), out.view(part), ranks)
 
 
-# --- kernel cache --------------------------------------------------------------------------------------------------
+# --- kernel cache ---------------------------------------------------------------------------------
 
 
 _MAX_KERNELS = 512
@@ -309,7 +327,8 @@ def kernel_for(dtype: DType, op: Reduction) -> Kernel:
     key = dtype.code, op.key
     found = _kernels.get(key)
     if found is None:
-        if len(_kernels) >= _MAX_KERNELS:  # each factor of PREMUL_SUM is another reduction
+        # Each factor of PREMUL_SUM is another reduction.
+        if len(_kernels) >= _MAX_KERNELS:
             _kernels.clear()
         found = _kernels[key] = _class_for(dtype, op)(dtype, op)
     return found
@@ -321,18 +340,20 @@ def _class_for(dtype: DType, op: Reduction) -> type[Kernel]:
     return IntegerAverageKernel if op == ReduceOp.AVG and dtype.kind in "ui" else Kernel
 
 
-# --- warnings -------------------------------------------------------------------------------------------------------
+# --- warnings -------------------------------------------------------------------------------------
 
 
 def quiet_runner() -> Callable[..., Any]:
-    """``run(function, *args)`` calls a function with NumPy's floating-point warnings off; one call at a time.
+    """``run(function, *args)`` calls a function with NumPy's floating-point warnings off; one call
+    at a time.
 
-    NumPy 2 keeps its error state in a context variable, so the function runs in a context of its own in which the
-    warnings are permanently off: a tenth of the cost of ``np.errstate``. It does not see the caller's context
-    variables. NumPy 1 keeps its error state per thread.
+    NumPy 2 keeps its error state in a context variable, so the function runs in a context of its
+    own in which the warnings are permanently off: a tenth of the cost of ``np.errstate``. It does
+    not see the caller's context variables. NumPy 1 keeps its error state per thread.
     """
     if int(np.__version__.partition(".")[0]) < 2:
         return lambda function, *args: np.errstate(all="ignore")(function)(*args)
-    context = contextvars.Context()  # empty: it keeps no value of the caller alive
+    # Empty: it keeps no value of the caller alive.
+    context = contextvars.Context()
     context.run(np.seterr, all="ignore")
     return context.run

@@ -43,11 +43,14 @@ def torch_family(kind: type) -> Adapter | None:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:  # type: ignore[attr-defined]
         raise DistTypeError(
-            f"tensors of type {name} cannot be communicated: it defines __torch_dispatch__, so its own memory need not"
-            " hold its elements; pass the tensor that it wraps (for a DTensor: to_local())"
+            f"tensors of type {name} cannot be communicated: it defines __torch_dispatch__, so its"
+            " own memory need not hold its elements; pass the tensor that it wraps (for a DTensor:"
+            " to_local())"
         )
     if torch.nn.parameter.UninitializedTensorMixin in kind.__mro__:
-        raise DistTypeError(f"tensors of type {name} cannot be communicated before they have a shape")
+        raise DistTypeError(
+            f"tensors of type {name} cannot be communicated before they have a shape"
+        )
     without_overrides = torch._C.DisableTorchFunctionSubclass
     detach = torch.Tensor.detach
     requires_grad, grad_fn = torch.Tensor.requires_grad.__get__, torch.Tensor.grad_fn.__get__
@@ -79,7 +82,8 @@ class ProfilerWatch:
         self._lock = threading.Lock()
 
     def update(self, profiler: Any) -> None:
-        """Set :attr:`running` from torch's module, and call :attr:`changed`; several threads may call this at once."""
+        """Set :attr:`running` from torch's module, and call :attr:`changed`; several threads may
+        call this at once."""
         with self._lock:
             running = profiler._is_profiler_enabled
             if running is not self.running:
@@ -119,7 +123,8 @@ def _torch_adapter(torch: Any) -> Adapter:
             return on_device[device.type](tensor, dtype, device)
         try:
             shape = tuple(tensor.shape)
-        except RuntimeError as e:  # a nested tensor has none
+        except RuntimeError as e:
+            # A nested tensor has none.
             raise DistTypeError(f"tensors without a shape cannot be communicated: {e}") from None
         unpack, packed = None, tensor
         writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
@@ -146,8 +151,8 @@ def _memory(tensor: Any, dtype: DType) -> FlatArray:
 
 def _no_memory(tensor: Any) -> int:
     raise DistTypeError(
-        f"a tensor of shape {list(tensor.shape)} without memory cannot be communicated: it is a functional tensor of"
-        " torch's tracing, or its storage was freed"
+        f"a tensor of shape {list(tensor.shape)} without memory cannot be communicated: it is a"
+        " functional tensor of torch's tracing, or its storage was freed"
     )
 
 
@@ -168,13 +173,16 @@ def _packed_tensor(source: Any, dtype: DType) -> tuple[Any, Callable[[], None]]:
     def copy_back() -> None:
         source.copy_(packed)
 
-    return packed, WriteBack(copy_back, source.data_ptr(), [n * dtype.itemsize for n in source.stride()])
+    return packed, WriteBack(
+        copy_back, source.data_ptr(), [n * dtype.itemsize for n in source.stride()]
+    )
 
 
 def _cuda_stream(torch: Any, index: int) -> Callable[[], int]:
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-    def public_api() -> int:  # slower than the private function
+    # Slower than the private function.
+    def public_api() -> int:
         return int(torch.cuda.current_stream(index).cuda_stream)
 
     return public_api if raw_stream is None else partial(raw_stream, index)
@@ -184,14 +192,15 @@ def _xpu_stream(torch: Any, index: int) -> Callable[[], int]:
     current_stream = getattr(runtimes.runtime("xpu"), "current_stream", None)
     if current_stream is None:
         raise DistTypeError(
-            "tensors on xpu cannot be communicated: dpctl's devices were used before torch was imported;"
-            " import torch before init_process_group()"
+            "tensors on xpu cannot be communicated: dpctl's devices were used before torch was"
+            " imported; import torch before init_process_group()"
         )
     return partial(current_stream, index)
 
 
 _STREAM_FUNCTIONS = {"cuda": _cuda_stream, "xpu": _xpu_stream}
-"""By device type: returns the function that returns the handle of torch's current stream on a device."""
+"""By device type: returns the function that returns the handle of torch's current stream on a
+device."""
 
 
 def _torch_on_device(torch: Any, kind: str) -> Callable[[Any, DType, Any], Buffer]:

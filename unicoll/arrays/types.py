@@ -1,7 +1,7 @@
 """Element types, devices and reductions.
 
-``DType`` and ``ReduceOp`` have stable one-byte codes. The codes are part of the signature that ranks compare before a
-collective moves data, so a code is never reused.
+``DType`` and ``ReduceOp`` have stable one-byte codes. The codes are part of the signature that
+ranks compare before a collective moves data, so a code is never reused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 default_pg_timeout = timedelta(minutes=30)
-"""Timeout of an operation if neither the call nor the group has one. torch.distributed has 10 minutes for NCCL."""
+"""Timeout of an operation if neither the call nor the group has one. torch.distributed has 10
+minutes for NCCL."""
 
 
 class DType:
@@ -24,10 +25,10 @@ class DType:
         name: torch's spelling, for example ``"float32"`` or ``"bfloat16"``.
         code: its number in signatures.
         itemsize: bytes per element.
-        storage: the NumPy dtype that its elements are stored in; for types that NumPy lacks, an unsigned integer of
-            the same width that holds the bits.
-        kind: ``"b"`` bool, ``"u"`` unsigned, ``"i"`` signed, ``"f"`` float, ``"c"`` complex, ``"x"`` moved as
-            bytes and not reduced.
+        storage: the NumPy dtype that its elements are stored in; for types that NumPy lacks, an
+            unsigned integer of the same width that holds the bits.
+        kind: ``"b"`` bool, ``"u"`` unsigned, ``"i"`` signed, ``"f"`` float, ``"c"`` complex,
+            ``"x"`` moved as bytes and not reduced.
         native: True if NumPy has this type (``storage`` is then the type, not its bits).
     """
 
@@ -82,7 +83,8 @@ MOVED: tuple[DType, ...] = tuple(
 )
 """Types of torch and ml_dtypes that are moved, and not reduced."""
 QUANTIZED = ("qint8", "quint8", "qint32")
-"""Of these the integers that a tensor's memory has; its scale and zero point are not communicated."""
+"""Of these the integers that a tensor's memory has; its scale and zero point are not
+communicated."""
 ALL_DTYPES: tuple[DType, ...] = (*DTYPES, *MOVED)
 BY_NAME: dict[str, DType] = {d.name: d for d in ALL_DTYPES}
 
@@ -118,7 +120,8 @@ class Reduction:
         name: torch.distributed's name.
         code: its number in signatures.
         factor: the factor of PREMUL_SUM; else None.
-        key: equal for equal reductions; factors are compared by their bits. Hashes faster than the object.
+        key: equal for equal reductions; factors are compared by their bits. Hashes faster than the
+            object.
     """
 
     __slots__ = ("code", "factor", "key", "name")
@@ -159,18 +162,23 @@ class Reduction:
 
 
 def _bits(factor: Any) -> tuple[int, ...]:
-    """A number as 32-bit words, equal only for numbers of equal value, sign of zero and NaN included.
+    """A number as 32-bit words, equal only for numbers of equal value, sign of zero and NaN
+    included.
 
-    Python's hash cannot tell -1.0 from -2.0, nor 0.0 from -0.0, and that of a NaN differs between processes.
+    Python's hash cannot tell -1.0 from -2.0, nor 0.0 from -0.0, and that of a NaN differs between
+    processes.
     """
     words = struct.unpack("<4I", struct.pack("<2d", factor.real, factor.imag))
-    rest = factor - int(float(factor)) if isinstance(factor, int) else 0  # what a double cannot hold
+    # What a double cannot hold.
+    rest = factor - int(float(factor)) if isinstance(factor, int) else 0
     return (*words, rest & 0xFFFF_FFFF) if rest else words
 
 
 _OF_MPI = {
     **dict.fromkeys(("LAND", "LOR", "LXOR"), "MIN, MAX or BXOR of bool arrays"),
-    **dict.fromkeys(("MAXLOC", "MINLOC"), "all_gather_into_tensor of the values, then argmax or argmin"),
+    **dict.fromkeys(
+        ("MAXLOC", "MINLOC"), "all_gather_into_tensor of the values, then argmax or argmin"
+    ),
     "PROD": "PRODUCT",
 }
 """MPI's reductions with other names or none, and what serves in their place (docs/hpc.md)."""
@@ -180,24 +188,27 @@ class _Names(type):
     """Explains names that do not exist."""
 
     def __getattr__(cls, name: str) -> NoReturn:
-        there = f"; in place of MPI's {name}: {_OF_MPI[name]} (docs/hpc.md)" if name in _OF_MPI else ""
+        there = (
+            f"; in place of MPI's {name}: {_OF_MPI[name]} (docs/hpc.md)" if name in _OF_MPI else ""
+        )
         raise AttributeError(f"{cls.__name__} has no {name!r}{there}", name=name, obj=cls)
 
 
 class ReduceOp(metaclass=_Names):
     """The reductions, with torch.distributed's names.
 
-    ``SUM``, ``PRODUCT``, ``MIN``, ``MAX`` (NaN wins over numbers), ``BAND``, ``BOR``, ``BXOR`` (integers and bool),
-    ``AVG`` (the sum divided by the number of ranks; of integers the exact sum, divided and rounded towards zero, which
-    fits the type even if the sum does not), and ``PREMUL_SUM``: call it with a factor, ``ReduceOp.PREMUL_SUM(0.5)``;
-    each rank's input is multiplied before the sum (NCCL's ``ncclRedOpCreatePreMulSum``). float16, bfloat16 and float8
-    accumulate in float32.
-    For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
-    ``EXACT_SUM`` and ``EXACT_AVG`` are the sum of exact arithmetic, rounded once, for float16, bfloat16, float32,
-    float64 and complex numbers: the same bits in every order (:mod:`unicoll.arrays.exact_arithmetic`).
+    ``SUM``, ``PRODUCT``, ``MIN``, ``MAX`` (NaN wins over numbers), ``BAND``, ``BOR``, ``BXOR``
+    (integers and bool), ``AVG`` (the sum divided by the number of ranks; of integers the exact sum,
+    divided and rounded towards zero, which fits the type even if the sum does not), and
+    ``PREMUL_SUM``: call it with a factor, ``ReduceOp.PREMUL_SUM(0.5)``; each rank's input is
+    multiplied before the sum (NCCL's ``ncclRedOpCreatePreMulSum``). float16, bfloat16 and float8
+    accumulate in float32. For bool, SUM and MAX are "or", PRODUCT and MIN are "and". ``EXACT_SUM``
+    and ``EXACT_AVG`` are the sum of exact arithmetic, rounded once, for float16, bfloat16, float32,
+    float64 and complex numbers: the same bits in every order
+    (:mod:`unicoll.arrays.exact_arithmetic`).
 
-    NCCL has its own arithmetic (docs/gpu.md): a NaN is dropped by MIN and MAX, and float16, bfloat16 and float8 are
-    rounded after every addition.
+    NCCL has its own arithmetic (docs/gpu.md): a NaN is dropped by MIN and MAX, and float16,
+    bfloat16 and float8 are rounded after every addition.
     """
 
     RedOpType = Reduction

@@ -1,7 +1,7 @@
 """What backends implement and share. A third-party backend imports its interface from here.
 
-:mod:`unicoll.backend.contract` describes it; docs/writing-a-backend.md builds a backend with it. ``host/`` is what
-backends of host arrays share, ``connections/`` their sockets.
+:mod:`unicoll.backend.contract` describes it; docs/writing-a-backend.md builds a backend with it.
+``host/`` is what backends of host arrays share, ``connections/`` their sockets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _LAZY = {"HostBackend": "host", "Inbox": "host", "MemberConnections": "connectio
 
 
 def __getattr__(name: str) -> Any:
-    """Import what backends of host arrays need when it is used: ``import unicoll`` does not need it."""
+    """Import what backends of host arrays need when it is used: ``import unicoll`` does not need
+    it."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,34 +1,39 @@
 """The contract of backends: what a backend is created from, what it gets, and what it must provide.
 
-A backend serves one process group. It is created from a :class:`Context` and gets :class:`Call` records, whose buffers
-are contiguous and whose arguments have been checked.
+A backend serves one process group. It is created from a :class:`Context` and gets :class:`Call`
+records, whose buffers are contiguous and whose arguments have been checked.
 
 **Required** are a class attribute ``name`` and three methods: ``post`` (starts calls and returns a
-:class:`~unicoll.calls.work.Completion`), ``abort`` and ``close``. Everything else has a default. A backend of arrays
-in host memory derives from :class:`~unicoll.backend.host.host_backend.HostBackend`, which gives it order, numbers,
-asynchronous calls and fallbacks; instead of ``post`` it defines ``execute``, which does one call and blocks.
+:class:`~unicoll.calls.work.Completion`), ``abort`` and ``close``. Everything else has a default. A
+backend of arrays in host memory derives from
+:class:`~unicoll.backend.host.host_backend.HostBackend`, which gives it order, numbers, asynchronous
+calls and fallbacks; instead of ``post`` it defines ``execute``, which does one call and blocks.
 
-**Operations.** ``caps.native`` names the operations that the backend has. At least ``send`` and ``recv``, or one
-collective that moves data (``broadcast``, ``all_gather`` or ``all_gather_into_tensor``) must be among them: a
-collective that is not native runs as a fallback (:mod:`unicoll.backend.host.fallbacks`) over those. Where that is not
-possible the call is refused with BackendUnavailableError. :class:`~unicoll.calls.ops.Op` describes the inputs and
-outputs of each operation.
+**Operations.** ``caps.native`` names the operations that the backend has. At least ``send`` and
+``recv``, or one collective that moves data (``broadcast``, ``all_gather`` or
+``all_gather_into_tensor``) must be among them: a collective that is not native runs as a fallback
+(:mod:`unicoll.backend.host.fallbacks`) over those. Where that is not possible the call is refused
+with BackendUnavailableError. :class:`~unicoll.calls.ops.Op` describes the inputs and outputs of
+each operation.
 
-**A call.** A backend reads ``call.inputs`` and writes ``call.outputs`` through ``Buffer.flat`` (CPU) or
-``Buffer.ptr`` (CUDA), and nothing else: inputs may be read-only, and an operation in place has the same tuple for both.
-:mod:`unicoll.arrays.kernels` reduces arrays of every element type, also those that NumPy lacks. After it has written
-the outputs it calls :meth:`Call.write_back`. It must notice calls that differ between ranks (``call.signature`` is
-equal on all ranks if the calls agree; fallbacks compare it), a deadline (``call.timeout`` seconds) and ``abort``, and
-then raise the same error on all ranks as far as possible.
+**A call.** A backend reads ``call.inputs`` and writes ``call.outputs`` through ``Buffer.flat``
+(CPU) or ``Buffer.ptr`` (CUDA), and nothing else: inputs may be read-only, and an operation in place
+has the same tuple for both. :mod:`unicoll.arrays.kernels` reduces arrays of every element type,
+also those that NumPy lacks. After it has written the outputs it calls :meth:`Call.write_back`. It
+must notice calls that differ between ranks (``call.signature`` is equal on all ranks if the calls
+agree; fallbacks compare it), a deadline (``call.timeout`` seconds) and ``abort``, and then raise
+the same error on all ranks as far as possible.
 
-**Messages.** ``send`` and ``recv`` match by (``call.peer``, ``call.tag``) in the order of the calls; a receive with
-``peer`` -1 takes a message from any member and sets ``call.source``. Tags are signed 64-bit integers; the lowest one is
-for fallbacks. A message that comes before its receive is kept. With ``probe`` among ``caps.native`` the backend also
-has :meth:`Backend.iprobe`, messages of a rank to itself, receives and probes whose ``tag`` is None (any), and receives
-with ``call.partial``, which take shorter messages; it calls :meth:`Call.matched`. Without ``probe`` these are refused.
+**Messages.** ``send`` and ``recv`` match by (``call.peer``, ``call.tag``) in the order of the
+calls; a receive with ``peer`` -1 takes a message from any member and sets ``call.source``. Tags are
+signed 64-bit integers; the lowest one is for fallbacks. A message that comes before its receive is
+kept. With ``probe`` among ``caps.native`` the backend also has :meth:`Backend.iprobe`, messages of
+a rank to itself, receives and probes whose ``tag`` is None (any), and receives with
+``call.partial``, which take shorter messages; it calls :meth:`Call.matched`. Without ``probe``
+these are refused.
 
-:class:`unicoll.testing.Conformance` tests the results of operations, their order and what is refused, but no failures.
-docs/writing-a-backend.md builds a backend and tests it.
+:class:`unicoll.testing.Conformance` tests the results of operations, their order and what is
+refused, but no failures. docs/writing-a-backend.md builds a backend and tests it.
 """
 
 from __future__ import annotations
@@ -68,14 +73,16 @@ class Caps:
     Attributes:
         devices: device types whose arrays it takes.
         native: names of the operations that it has itself.
-        reduces: ``reduces(dtype, reduction)`` is False for reductions that are refused with DistTypeError. Operations
-            that do not reduce take all types.
-        compresses: True if it takes calls with a :attr:`Call.compression`, and keeps the error bounds of
-            :mod:`unicoll.arrays.compression`; it need not compress.
+        reduces: ``reduces(dtype, reduction)`` is False for reductions that are refused with
+            DistTypeError. Operations that do not reduce take all types.
+        compresses: True if it takes calls with a :attr:`Call.compression`, and keeps the error
+            bounds of :mod:`unicoll.arrays.compression`; it need not compress.
         tags: False if messages between two ranks match in order, and a tag other than 0 is refused.
-        joins_batches: True if a batch of sends and receives is one operation, in which a message to oneself is received
-            in the same batch. With ``probe`` among ``native`` these need no batch.
-        fallbacks: False if operations that are not native are refused, as those of arrays on a device are.
+        joins_batches: True if a batch of sends and receives is one operation, in which a message to
+            oneself is received in the same batch. With ``probe`` among ``native`` these need no
+            batch.
+        fallbacks: False if operations that are not native are refused, as those of arrays on a
+            device are.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
@@ -99,21 +106,24 @@ class Job:
         addresses: this host's addresses to listen on.
         timeout: default timeout of the world group, seconds.
         control: liveness and failure notices; None for a world of one, and if ``fake``.
-        local_rank, local_size: of the processes on this host; None if the launcher does not set them.
+        local_rank, local_size: of the processes on this host; None if the launcher does not set
+            them.
         exit_cause: asks the launcher how a rank ended; may take a fraction of a second.
         fake: True if there are no other processes: every group has the backend ``fake``.
-        rendezvous: how the processes have found each other (:class:`unicoll.bootstrap.rendezvous.Rendezvous`).
+        rendezvous: how the processes have found each other
+            (:class:`unicoll.bootstrap.rendezvous.Rendezvous`).
         choices: the backends of the default group.
         notes: what was chosen, from which source and why; one line each.
         groups: the open groups, in the order in which they were created.
-        ended: for the orders of operations of groups that this process has destroyed, the last number that it posted.
-        default: the group of all ranks with which the job begins, and ends; None until it is made, and in a job that
-            the torch plug-in has joined for a group of its own.
+        ended: for the orders of operations of groups that this process has destroyed, the last
+            number that it posted.
+        default: the group of all ranks with which the job begins, and ends; None until it is made,
+            and in a job that the torch plug-in has joined for a group of its own.
         function_view: the view of ``default`` for public functions.
         named: how often each name of a group was used on this rank, for numbering.
         hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.call_hooks`).
-        error: the exception or SystemExit because of which this process leaves the job; None before, and if the
-            program goes on.
+        error: the exception or SystemExit because of which this process leaves the job; None
+            before, and if the program goes on.
         leaving: called first when this process leaves the job, and in a forked child of it.
         cleanup: what is closed when this process leaves the job.
         number: of the job in this process, never used again.
@@ -158,7 +168,8 @@ class Job:
 
     @property
     def store(self) -> Store:
-        """The job's store, prefixed, its values signed; another one once the process that hosted it has died."""
+        """The job's store, prefixed, its values signed; another one once the process that hosted it
+        has died."""
         replacement = self.control.replacement_store() if self.control is not None else None
         return self.first_store if replacement is None else replacement
 
@@ -168,7 +179,8 @@ class Job:
         return f" ({cause})" if cause else ""
 
     def shared(self, name: str, make: Callable[[], Any]) -> Any:
-        """A resource of which a backend has one per process and job, a listener for example; closed with the job."""
+        """A resource of which a backend has one per process and job, a listener for example; closed
+        with the job."""
         with self._lock:
             if name not in self._shared:
                 self._shared[name] = make()
@@ -178,7 +190,8 @@ class Job:
         """Close the shared resources; idempotent."""
         with self._lock:
             shared, self._shared = self._shared, {}
-        with ExitStack() as cleanup:  # an error in one does not keep the others open
+        # An error in one does not keep the others open.
+        with ExitStack() as cleanup:
             for resource in reversed(shared.values()):
                 cleanup.callback(resource.close)
 
@@ -219,8 +232,10 @@ class Context:
 
     @property
     def store(self) -> Store:
-        """The job's store, with keys of this group alone: every key gets the group's name as a prefix."""
-        from unicoll.net.stores import PrefixStore  # few backends need it
+        """The job's store, with keys of this group alone: every key gets the group's name as a
+        prefix."""
+        # Few backends need it.
+        from unicoll.net.stores import PrefixStore
 
         return PrefixStore(f"group/{self.name}", self.job.store)
 
@@ -239,7 +254,8 @@ class Tracker(Protocol):
 
 
 class Registration(ABC):
-    """Memory registered with a group's library (:meth:`ProcessGroup.register`); ``with`` closes it at the end."""
+    """Memory registered with a group's library (:meth:`ProcessGroup.register`); ``with`` closes it
+    at the end."""
 
     @property
     @abstractmethod
@@ -260,7 +276,8 @@ class Registration(ABC):
     def close(self) -> None:
         """Wait for the group's operations in flight, then deregister the memory; idempotent.
 
-        Graphs that use the memory must have been destroyed. The array, or the pool's object, is kept alive until then.
+        Graphs that use the memory must have been destroyed. The array, or the pool's object, is
+        kept alive until then.
 
         Raises:
             OperationTimeoutError: an operation does not end; the memory is still registered.
@@ -279,15 +296,15 @@ class Backend(ABC):
     name: ClassVar[str]
     caps: ClassVar[Caps] = Caps()
     compares: ClassVar[bool] = False
-    """True if the ranks compare their calls before data moves. Then the backend also gets a gather or scatter whose
-    list the root has refused (:attr:`Call.refused`), in the place of the call: the others' calls raise, and the group
-    stays usable. Otherwise such a refusal fails the group. See
+    """True if the ranks compare their calls before data moves. Then the backend also gets a gather
+    or scatter whose list the root has refused (:attr:`Call.refused`), in the place of the call: the
+    others' calls raise, and the group stays usable. Otherwise such a refusal fails the group. See
     :func:`unicoll.backend.host.size_agreement.exchange_sizes`."""
     fake: ClassVar[bool] = False
     """True for a backend that exchanges nothing (:mod:`unicoll.backend.host.fake`)."""
     stages: ClassVar[bool] = False
-    """True for a :class:`~unicoll.backend.host.host_backend.HostBackend`: arrays of a GPU can be served through host
-    memory (:mod:`unicoll.staging.backend`)."""
+    """True for a :class:`~unicoll.backend.host.host_backend.HostBackend`: arrays of a GPU can be
+    served through host memory (:mod:`unicoll.staging.backend`)."""
 
     creator: type[Backend] | None = None
     """The class whose :meth:`create` makes the backends of further groups; None: this object's."""
@@ -296,8 +313,8 @@ class Backend(ABC):
     """True if what it sends between hosts has a MAC or is encrypted."""
 
     delegate: ClassVar[str] = ""
-    """Name of a backend of host arrays that each group has in addition if its ranks are on one host; see
-    :meth:`set_delegate`."""
+    """Name of a backend of host arrays that each group has in addition if its ranks are on one
+    host; see :meth:`set_delegate`."""
 
     @classmethod
     def availability(cls) -> str | None:
@@ -306,7 +323,8 @@ class Backend(ABC):
 
     @classmethod
     def library(cls) -> str:
-        """Name, version and path of the library that moves the data, for ``explain()``; "" for unicoll itself.
+        """Name, version and path of the library that moves the data, for ``explain()``; "" for
+        unicoll itself.
 
         Called only if the backend can be used.
         """
@@ -314,16 +332,19 @@ class Backend(ABC):
 
     @classmethod  # noqa: B027 - optional
     def prepare(cls, job: Job) -> None:
-        """Called on every process of a job, once, before the ranks wait for each other and before any group exists.
+        """Called on every process of a job, once, before the ranks wait for each other and before
+        any group exists.
 
-        For data that the members look up and that is the same for all groups, an address for example: a value that is
-        published here in ``job.store`` is there for all ranks when the first :meth:`create` is called, so that
-        :meth:`create` and the first operation need not wait for it. ``job.control`` is not set yet.
+        For data that the members look up and that is the same for all groups, an address for
+        example: a value that is published here in ``job.store`` is there for all ranks when the
+        first :meth:`create` is called, so that :meth:`create` and the first operation need not wait
+        for it. ``job.control`` is not set yet.
         """
 
     @classmethod
     def create(cls, context: Context) -> Backend:
-        """The backend of a new group: ``cls(context)``. Every member calls this; it need not wait for the others.
+        """The backend of a new group: ``cls(context)``. Every member calls this; it need not wait
+        for the others.
 
         Data for the members of this group belongs in ``context.store``.
         """
@@ -333,25 +354,29 @@ class Backend(ABC):
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
         """Start the calls, in order and as one batch, and return at once.
 
-        A batch has one operation, or consists of sends and receives. The backend numbers the calls, keeps their buffers
-        until it no longer needs them, and writes packed results back before the completion is done.
+        A batch has one operation, or consists of sends and receives. The backend numbers the calls,
+        keeps their buffers until it no longer needs them, and writes packed results back before the
+        completion is done.
         """
 
     def run(self, call: Call) -> Tracker | None:
         """Do one call; return when it is done (CPU) or ordered on the current stream (CUDA).
 
         Returns:
-            None if the call is done; else an object that marks it as ended in the flight recorder when it is.
+            None if the call is done; else an object that marks it as ended in the flight recorder
+            when it is.
         """
         self.post((call,)).wait(None)
         return None
 
     def runner(self, op: Op) -> Callable[[Call], Tracker | None]:
-        """The function for calls of an operation that does what :meth:`run` does; looked up once for a kind of call."""
+        """The function for calls of an operation that does what :meth:`run` does; looked up once
+        for a kind of call."""
         return self.run
 
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
-        """Start a batch of sends and receives; one completion each (they may be the same object)."""
+        """Start a batch of sends and receives; one completion each (they may be the same
+        object)."""
         return [self.post((call,), stream) for call in calls]
 
     def iprobe(self, call: Call) -> bool:
@@ -359,24 +384,29 @@ class Backend(ABC):
 
         Called only if ``probe`` is native.
         """
-        raise BackendUnavailableError(f"{call.op.name}: backend {self.name} has no probes", op=call.op.name)
+        raise BackendUnavailableError(
+            f"{call.op.name}: backend {self.name} has no probes", op=call.op.name
+        )
 
     def split(self, context: Context | None) -> Backend | None:
         """The backend of a group made of some of this group's members.
 
-        All members of this group call it, at the same place in their programs; those outside the new group with None.
+        All members of this group call it, at the same place in their programs; those outside the
+        new group with None.
         """
         return (self.creator or type(self)).create(context) if context is not None else None
 
     def shrink(self, context: Context, excluded: Sequence[int]) -> Backend:
-        """The backend of the group of the remaining members of this one, which may have failed; they all call it.
+        """The backend of the group of the remaining members of this one, which may have failed;
+        they all call it.
 
         ``excluded`` are ranks in this group, in order.
         """
         return (self.creator or type(self)).create(context)
 
     def grow(self, context: Context) -> Backend:
-        """The backend of a group of this one's members, with the same ranks, followed by others; all members call it.
+        """The backend of a group of this one's members, with the same ranks, followed by others;
+        all members call it.
 
         The others call :meth:`join_grown` at the same time.
         """
@@ -388,15 +418,19 @@ class Backend(ABC):
         return cls.create(context)
 
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
-        """Memory of one size on all ranks, that the other members reach without copies; all members call it.
+        """Memory of one size on all ranks, that the other members reach without copies; all members
+        call it.
 
         Raises:
             BackendUnavailableError: the backend has none; the message has the reason.
         """
-        raise BackendUnavailableError(f"symmetric_empty: backend {self.name} has no symmetric memory")
+        raise BackendUnavailableError(
+            f"symmetric_empty: backend {self.name} has no symmetric memory"
+        )
 
     def peer_view(self, buffer: Buffer, rank: int) -> Any:
-        """Member ``rank``'s array at the place of ``buffer``, which is in this rank's symmetric memory.
+        """Member ``rank``'s array at the place of ``buffer``, which is in this rank's symmetric
+        memory.
 
         Raises:
             DistArgumentError: ``buffer`` is not.
@@ -420,26 +454,29 @@ class Backend(ABC):
         """Enqueue a put, a signal or a wait for signals on the stream of its array.
 
         Raises:
-            BackendUnavailableError: the backend has no one-sided operations; the message has the reason.
+            BackendUnavailableError: the backend has no one-sided operations; the message has the
+                reason.
         """
         raise BackendUnavailableError(
-            f"{call.op.name}: backend {self.name} does not support one-sided operations; backend nccl"
-            " does, from NCCL 2.29 on",
+            f"{call.op.name}: backend {self.name} does not support one-sided operations; backend"
+            " nccl does, from NCCL 2.29 on",
             op=call.op.name,
         )
 
     def refuse_options(self, options: CallOptions) -> None:  # noqa: B027 - optional
-        """Raise DistArgumentError if calls cannot take these options; a backend that ignores them takes all."""
+        """Raise DistArgumentError if calls cannot take these options; a backend that ignores them
+        takes all."""
 
     def takes_device(self, call: Call) -> bool:
         """True if a collective or message on arrays of a GPU can be given to it by address: with a
-        :class:`~unicoll.arrays.device_memory.DeviceFlat` as each buffer's ``flat``. For collectives the answer is equal
-        on all members."""
+        :class:`~unicoll.arrays.device_flat.DeviceFlat` as each buffer's ``flat``. For collectives
+        the answer is equal on all members."""
         return False
 
     @property
     def direct(self) -> bool:
-        """True if :meth:`takes_device` is True for some calls of this group; equal on all members."""
+        """True if :meth:`takes_device` is True for some calls of this group; equal on all
+        members."""
         return False
 
     def keeps(self, call: Call) -> bool:
@@ -449,17 +486,20 @@ class Backend(ABC):
     def set_delegate(self, backend: Any) -> None:  # noqa: B027 - optional
         """Called once after :meth:`create` with the group's backend of the name :attr:`delegate`.
 
-        ``backend`` gets only the calls that this backend passes to it, and is closed after this one.
+        ``backend`` gets only the calls that this backend passes to it, and is closed after this
+        one.
         """
 
     @property
     def executing_backend(self) -> Backend | None:
-        """The backend of host arrays that executes its calls one after another; None if the library does."""
+        """The backend of host arrays that executes its calls one after another; None if the library
+        does."""
         return None
 
     @property
     def shares_memory(self) -> bool:
-        """True if all members exchange host arrays through shared memory; equal on all of them after a collective."""
+        """True if all members exchange host arrays through shared memory; equal on all of them
+        after a collective."""
         return False
 
     @property
@@ -469,7 +509,8 @@ class Backend(ABC):
 
     @property
     def sequence(self) -> int:
-        """Number of the last collective accepted, from 1; equal on all members that have made the same calls.
+        """Number of the last collective accepted, from 1; equal on all members that have made the
+        same calls.
 
         0 for a backend that does not number its calls.
         """
@@ -477,7 +518,8 @@ class Backend(ABC):
 
     @property
     def staging(self) -> int:
-        """Upper bound on the bytes of this rank's buffers for the group, independent of array sizes."""
+        """Upper bound on the bytes of this rank's buffers for the group, independent of array
+        sizes."""
         return 0
 
     def describe(self) -> str:
@@ -486,7 +528,8 @@ class Backend(ABC):
 
     @abstractmethod
     def abort(self, error: Exception) -> None:
-        """Make every pending and later call of this group raise ``error``; any thread, idempotent."""
+        """Make every pending and later call of this group raise ``error``; any thread,
+        idempotent."""
 
     @abstractmethod
     def close(self) -> None:

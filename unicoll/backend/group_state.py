@@ -1,4 +1,5 @@
-"""The state of a group on this rank, which all parts of its backend share: failure and the collective in progress."""
+"""The state of a group on this rank, which all parts of its backend share: failure and the
+collective in progress."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class GroupState:
         closed: True once the group has been destroyed.
         call: the collective in progress, or None.
         last: the collective before that one, or None.
-        deadline: of the collective in progress, or of the creation of MPI's communicator, on the clock of
-            ``time.monotonic``; 0 until it first waits.
+        deadline: of the collective in progress, or of the creation of MPI's communicator, on the
+            clock of ``time.monotonic``; 0 until it first waits.
         links: see :func:`unicoll.backend.operation_errors.report`.
     """
 
@@ -54,13 +55,14 @@ class GroupState:
         self._listeners: list[Callable[[DistError], None]] = []
         self._lock = threading.Lock()
 
-    # --- failure -----------------------------------------------------------------------------------------------------
+    # --- failure ----------------------------------------------------------------------------------
 
     def add_listener(self, listener: Callable[[DistError], None]) -> None:
-        """Call a function with the error when the group fails; at once if it has failed. :meth:`close` is no failure.
+        """Call a function with the error when the group fails; at once if it has failed.
+        :meth:`close` is no failure.
 
-        It is called on the thread that learns of the failure, maybe within a call of the group. It wakes what waits,
-        and must not run functions of the user.
+        It is called on the thread that learns of the failure, maybe within a call of the group. It
+        wakes what waits, and must not run functions of the user.
         """
         with self._lock:
             self._listeners.append(listener)
@@ -81,23 +83,27 @@ class GroupState:
     def abort(self, error: Exception) -> None:
         """Make the calls in progress and all later ones raise ``error`` on this rank; any thread.
 
-        Does nothing if the group has failed or is closed; the listeners may then still be running on another thread.
+        Does nothing if the group has failed or is closed; the listeners may then still be running
+        on another thread.
         """
         with self._lock:
             if self.error is not None:
                 return
             self.error = failure = operation_errors.group_aborted_error(self.context, error)
             listeners = [*self._listeners]
-        with ExitStack() as stack:  # an error in one does not keep the others from being called
+        # An error in one does not keep the others from being called.
+        with ExitStack() as stack:
             for listener in reversed(listeners):
                 stack.callback(listener, failure)
 
     def announce(self, error: DistError) -> None:
-        """Fail the group on all ranks, with ``error`` or the one of another rank that came first."""
+        """Fail the group on all ranks, with ``error`` or the one of another rank that came
+        first."""
         if self.error is None:
             try:
                 error = operation_errors.announce(self.context, error)
-            finally:  # also if a signal's handler ends the wait for the answer
+            finally:
+                # Also if a signal's handler ends the wait for the answer.
                 self.abort(error)
 
     def fail(self, error: DistError) -> NoReturn:
@@ -111,7 +117,8 @@ class GroupState:
 
         Raises:
             DistError: the group's error, if it has one or another rank has announced one.
-            RankLostError: else: of the member that ended first, if one has ended; else for ``reason``.
+            RankLostError: else: of the member that ended first, if one has ended; else for
+                ``reason``.
         """
         assert self.call is not None
         ended = self.find_ended_member(peer, self.deadline or time.monotonic() + self.call.timeout)
@@ -121,18 +128,21 @@ class GroupState:
         self.fail(self.lost_error(peer, reason))
 
     def find_ended_member(self, peer: int, takeover_until: float) -> tuple[int, str] | None:
-        """The member whose end has closed a connection to ``peer``, and how it ended; waits 0.5 s for the notice.
+        """The member whose end has closed a connection to ``peer``, and how it ended; waits 0.5 s
+        for the notice.
 
-        While another process takes the relay over, it waits for that first, at most until ``takeover_until`` (the
-        deadline of the call, on the clock of ``time.monotonic``). None if no member has ended, and as soon as the group
-        has failed.
+        While another process takes the relay over, it waits for that first, at most until
+        ``takeover_until`` (the deadline of the call, on the clock of ``time.monotonic``). None if
+        no member has ended, and as soon as the group has failed.
         """
         context, control = self.context, self.context.job.control
         deadline = time.monotonic() + _NOTICE_S
         while control is not None and self.error is None:
             if (failure := control.group_failure(context.name)) is not None:
                 self.abort(failure)
-            elif (rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)) is not None:
+            elif (
+                rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)
+            ) is not None:
                 return context.ranks.index(rank), control.departed[rank]
             elif (now := time.monotonic()) < takeover_until and not control.relay_settled():
                 # No notice arrives before this process is connected to the new relay.
@@ -147,13 +157,15 @@ class GroupState:
         return operation_errors.rank_lost_error(self.context, self.call, peer, reason)
 
     def fail_mismatch(self, peer: int, seq: int, reason: str = "") -> NoReturn:
-        """Fail the group because member ``peer`` is in another call, with sequence number ``seq``."""
+        """Fail the group because member ``peer`` is in another call, with sequence number
+        ``seq``."""
         self.check()
         assert self.call is not None
         self.fail(operation_errors.mismatch_error(self.context, self.call, peer, seq, reason))
 
     def close(self) -> DistError | None:
-        """Make all later calls raise; returns the error that had ended the group before, or None."""
+        """Make all later calls raise; returns the error that had ended the group before, or
+        None."""
         with self._lock:
             self.closed, failure = True, self.error
             if failure is None:
@@ -161,10 +173,11 @@ class GroupState:
                 self.error = GroupAbortedError(f"group {name!r} has been destroyed", group=name)
             return failure
 
-    # --- waits -------------------------------------------------------------------------------------------------------
+    # --- waits ------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Raise if the group or the collective in progress has failed; called while a wait makes no progress.
+        """Raise if the group or the collective in progress has failed; called while a wait makes no
+        progress.
 
         Raises:
             OperationTimeoutError: the deadline has passed.
@@ -193,5 +206,6 @@ class GroupState:
             self.deadline = now + self.call.timeout
 
     def report(self) -> operation_errors.Report:
-        """The state of this rank in the group, for errors on other ranks (called on the control thread)."""
+        """The state of this rank in the group, for errors on other ranks (called on the control
+        thread)."""
         return operation_errors.report(self.call, self.last, self.links())

@@ -1,4 +1,5 @@
-"""Base of the backends whose calls the wait monitor observes (:mod:`unicoll.diagnosis.wait_monitor`)."""
+"""Base of the backends whose calls the wait monitor observes
+(:mod:`unicoll.diagnosis.wait_monitor`)."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ class MessageQueues(Protocol):
     """An engine of sends and receives that shows which messages are in flight."""
 
     def needs_peer(self, call: Call) -> bool:
-        """True for a receive of which nothing has come, and for a queued send that needs the receiver to read."""
+        """True for a receive of which nothing has come, and for a queued send that needs the
+        receiver to read."""
 
     def message_state(self, peer: int) -> MessageState:
         """The state of the messages to and from a member."""
 
     def others(self, call: Call) -> str:
-        """The messages with other tags that have come, as the end of a text about a receive that waits; "" if none."""
+        """The messages with other tags that have come, as the end of a text about a receive that
+        waits; "" if none."""
 
 
 class Operation(NamedTuple):
@@ -48,7 +51,8 @@ class Operation(NamedTuple):
 
 
 class ObservedBackend(Backend):
-    """A backend that shows the wait monitor which calls are in progress, and that fails with its group.
+    """A backend that shows the wait monitor which calls are in progress, and that fails with its
+    group.
 
     Args:
         state: of the group; None makes one.
@@ -74,7 +78,8 @@ class ObservedBackend(Backend):
         return self.state.error
 
     def watch(self) -> None:
-        """Abort this backend when another rank announces that the group failed, and answer the others' questions."""
+        """Abort this backend when another rank announces that the group failed, and answer the
+        others' questions."""
         context, control = self.context, self.context.job.control
         if context.size > 1 and control is not None:
             control.watch(context.name, context.backend, self.abort, self._report)
@@ -86,14 +91,14 @@ class ObservedBackend(Backend):
     def abort(self, error: Exception) -> None:
         self.state.abort(error)
 
-    # --- what is in progress ------------------------------------------------------------------------------------------
+    # --- what is in progress ----------------------------------------------------------------------
 
     def update(self) -> None:
         """Bring :attr:`state` up to date, if the calls do not do that themselves; any thread."""
 
     def awaited_in(self, frame: FrameType) -> Call | None:
-        """The call that a thread waits for in its innermost frame; None if it is in none of this backend, or if
-        :mod:`unicoll.calls.thread_activity` has it."""
+        """The call that a thread waits for in its innermost frame; None if it is in none of this
+        backend, or if :mod:`unicoll.calls.thread_activity` has it."""
         return None
 
     def operation(self, call: Call) -> Operation | None:
@@ -101,18 +106,21 @@ class ObservedBackend(Backend):
         return None if call.op.message else Operation(self.name, call.seq, self.context.ranks)
 
     def posted(self) -> Mapping[str, int]:
-        """For each order of operations the number of the last one posted; without those of which none was."""
+        """For each order of operations the number of the last one posted; without those of which
+        none was."""
         return {self.name: self.sequence}
 
     def keep_posted(self) -> None:
-        """Keep the numbers of :meth:`posted` in the job: members that destroy the group later may be in these calls."""
+        """Keep the numbers of :meth:`posted` in the job: members that destroy the group later may
+        be in these calls."""
         ended, group = self.context.job.ended, self.context.name
         ended |= {backend_group_of(order, group): number for order, number in self.posted().items()}
         for order in [*ended][:-_MOST_ENDED]:
             del ended[order]
 
     def lost_member(self, call: Call) -> int | None:
-        """The global rank of a member that has ended, so that a collective which is in progress may never end."""
+        """The global rank of a member that has ended, so that a collective which is in progress may
+        never end."""
         return operation_errors.first_dead_member(self.context)
 
     def in_background(self) -> Sequence[HostCompletion]:
@@ -121,8 +129,8 @@ class ObservedBackend(Backend):
 
     @property
     def has_unseen_wakers(self) -> bool:
-        """True if something that this backend does not show may make a blocked process go on: a callback of a message,
-        or a message that a receive from any rank may get."""
+        """True if something that this backend does not show may make a blocked process go on: a
+        callback of a message, or a message that a receive from any rank may get."""
         return False
 
     @property
@@ -131,5 +139,6 @@ class ObservedBackend(Backend):
         return None
 
     def links(self) -> str:
-        """This rank's connections that are not acknowledged, and addresses that do not answer; "" if none."""
+        """This rank's connections that are not acknowledged, and addresses that do not answer; ""
+        if none."""
         return ""

@@ -1,6 +1,7 @@
 """Errors of failed operations, with the state of the other ranks.
 
-The state comes from reports that the control plane collects. All functions run after a failure or a long wait.
+The state comes from reports that the control plane collects. All functions run after a failure or a
+long wait.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ if TYPE_CHECKING:
 _SHOWN = 64
 """Maximum number of ranks that an error lists."""
 _UNKNOWN_S = 0.3
-"""How long the request to a rank that does not have the group is repeated: it may be creating the group."""
+"""How long the request to a rank that does not have the group is repeated: it may be creating the
+group."""
 _BEHIND_S = 1.0
-"""How long the request to a rank that is in an earlier call is repeated: it may be about to leave that call."""
+"""How long the request to a rank that is in an earlier call is repeated: it may be about to leave
+that call."""
 LIBRARY_PACKAGES = {*PACKAGES, "torch", "ray", "typing_extensions", *sys.stdlib_module_names}
 
 _TYPES = {dtype.code: dtype.name for dtype in ALL_DTYPES}
@@ -52,7 +55,8 @@ Report = dict[str, Any]
 def rank_lost_error(context: Context, call: Call, peer: int, why: str) -> RankLostError:
     """The error of an operation whose peer has died or left, for the reason ``why``."""
     rank, control = context.ranks[peer], context.job.control
-    if control is not None and rank in control.died:  # for a rank that left, ``why`` has the reason
+    # For a rank that left, ``why`` has the reason.
+    if control is not None and rank in control.died:
         why += context.job.cause_of_death(rank)
     error = RankLostError(
         f"{call.describe_with_number()} on group {context.name!r}: {why}",
@@ -69,7 +73,8 @@ def rank_lost_error(context: Context, call: Call, peer: int, why: str) -> RankLo
 def tampered_error(
     context: Context, rank: int, error: TamperedError, call: Call | None = None
 ) -> AuthenticationError:
-    """The error of altered data from global rank ``rank``, which ``call`` needs, or no call in particular."""
+    """The error of altered data from global rank ``rank``, which ``call`` needs, or no call in
+    particular."""
     before = f"{call.describe()}: " if call is not None else ""
     return AuthenticationError(
         f"{before}{context.who(context.ranks.index(rank))}: {error.strerror}",
@@ -82,8 +87,8 @@ def tampered_error(
 def call_failed_error(context: Context, call: Call, cause: BaseException) -> GroupAbortedError:
     """The error that the other ranks raise after this rank has raised ``cause`` in a call."""
     return GroupAbortedError(
-        f"{context.who(context.rank)} failed in {call.describe_with_number()} on group {context.name!r}:"
-        f" {_described(cause)}",
+        f"{context.who(context.rank)} failed in {call.describe_with_number()} on group"
+        f" {context.name!r}: {_described(cause)}",
         group=context.name,
         rank=context.ranks[context.rank],
         op=call.op.name,
@@ -92,16 +97,19 @@ def call_failed_error(context: Context, call: Call, cause: BaseException) -> Gro
 
 
 def member_failed_error(context: Context, what: str, cause: BaseException) -> DistError:
-    """The error that the other ranks raise after ``what``, which all members do together, has failed on this one."""
+    """The error that the other ranks raise after ``what``, which all members do together, has
+    failed on this one."""
     return GroupAbortedError(
-        f"{context.who(context.rank)} failed while {what} group {context.name!r}: {_described(cause)}",
+        f"{context.who(context.rank)} failed while {what} group {context.name!r}:"
+        f" {_described(cause)}",
         group=context.name,
         rank=context.ranks[context.rank],
     )
 
 
 def thread_failed(context: Context, cause: BaseException) -> DistError:
-    """The error that all ranks of a group raise after the calling thread, which runs its operations, has failed."""
+    """The error that all ranks of a group raise after the calling thread, which runs its
+    operations, has failed."""
     who, thread = context.who(context.rank), threading.current_thread().name
     error: DistError = GroupAbortedError(
         f"{who}: the thread {thread!r} of group {context.name!r} failed: {_described(cause)}",
@@ -115,25 +123,34 @@ def thread_failed(context: Context, cause: BaseException) -> DistError:
 def announce(context: Context, error: DistError) -> DistError:
     """Announce that a group failed; returns the error that all its ranks raise."""
     control = context.job.control
-    return error if control is None else control.announce_failure(context.name, context.ranks, error)
+    return (
+        error if control is None else control.announce_failure(context.name, context.ranks, error)
+    )
 
 
 def group_aborted_error(context: Context, reason: Exception) -> DistError:
     """The reason for which a group was aborted, as a DistError."""
-    return reason if isinstance(reason, DistError) else GroupAbortedError(str(reason), group=context.name)
+    return (
+        reason
+        if isinstance(reason, DistError)
+        else GroupAbortedError(str(reason), group=context.name)
+    )
 
 
 def mismatch_error(
     context: Context, call: Call, peer: int, seq: int, why: str = ""
 ) -> CollectiveMismatchError:
-    """The error of ranks whose calls differ, for the reason ``why``; member ``peer`` is in its call ``seq``."""
+    """The error of ranks whose calls differ, for the reason ``why``; member ``peer`` is in its call
+    ``seq``."""
     reports = _request_reports(context, reached=call.seq)
     lines = []
     for member, rank in enumerate(context.ranks[:_SHOWN]):
         if member == context.rank:
             doing = f"{call.describe_with_number()}{_at(_site(call))}"
         else:
-            doing = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
+            doing = _describe_state(
+                context, rank, reports.get(rank), seq if member == peer else None
+            )
         lines.append(f"rank {rank}: {doing}")
     calls = {rank: answer["call"] for rank, answer in reports.items() if answer.get("call")}
     calls[context.job.rank] = call.describe_with_number()
@@ -141,14 +158,16 @@ def mismatch_error(
     return CollectiveMismatchError(
         f"{differ}:\n  " + "\n  ".join(lines),
         group=context.name,
-        rank=None if why else only_different(calls),  # the call of a root lists all ranks' sizes
+        # The call of a root lists all ranks' sizes.
+        rank=None if why else only_different(calls),
         op=call.op.name,
         seq=call.seq,
     )
 
 
 def only_different(calls: Mapping[int, str]) -> int | None:
-    """The rank whose call differs from that of all others, two or more; None if there is no such rank."""
+    """The rank whose call differs from that of all others, two or more; None if there is no such
+    rank."""
     counts = Counter(calls.values())
     odd = [rank for rank, call in calls.items() if counts[call] == 1]
     return odd[0] if len(odd) == 1 and len(counts) == 2 else None
@@ -162,7 +181,8 @@ def timeout_error(
     arrived, absent = _arrived_and_absent(context, call, reports)
     names = f"{_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}"
     error = OperationTimeoutError(
-        f"{call.describe_with_number()} on group {context.name!r} timed out after {call.timeout:g} s;"
+        f"{call.describe_with_number()} on group {context.name!r} timed out after"
+        f" {call.timeout:g} s;"
         f" arrived: {names}; missing: {_list(list(absent.values()))}{_differing(call, reports)}"
         f"{_without_answer(context, reports, links())}",
         group=context.name,
@@ -198,7 +218,9 @@ def message_timeout_error(
     )
 
 
-def message_mismatch_error(context: Context, call: Call, size: int, code: int) -> MessageMismatchError:
+def message_mismatch_error(
+    context: Context, call: Call, size: int, code: int
+) -> MessageMismatchError:
     """The error of a receive whose array has another size or element type than its message.
 
     Args:
@@ -209,8 +231,8 @@ def message_mismatch_error(context: Context, call: Call, size: int, code: int) -
     buffer = call.outputs[0]
     sent = f"{size} bytes of {_TYPES.get(code, '?')}"
     return MessageMismatchError(
-        f"{call.describe()}: {context.who(call.source)} sent {sent}, the array holds {buffer.nbytes} bytes of"
-        f" {buffer.dtype}",
+        f"{call.describe()}: {context.who(call.source)} sent {sent}, the array holds"
+        f" {buffer.nbytes} bytes of {buffer.dtype}",
         group=context.name,
         rank=context.ranks[call.source],
         op=call.op.name,
@@ -224,38 +246,44 @@ def check_message(context: Context, call: Call, size: int, code: int) -> None:
 
 
 def first_dead_member(context: Context) -> int | None:
-    """The global rank of the first member that has died, or None. Ranks that left the job do not count."""
+    """The global rank of the first member that has died, or None. Ranks that left the job do not
+    count."""
     control = context.job.control
     if control is None or not control.departed:
         return None
     departed = [
         *control.departed
-    ]  # in the order in which they ended: the first one may be why the others did
+        # In the order in which they ended: the first one may be why the others did.
+    ]
     return next((r for r in departed if r in context.ranks and r not in control.left), None)
 
 
 def first_member_that_left(context: Context) -> int | None:
     """The global rank of a member that has left the job without an exception, or None."""
     control = context.job.control
-    return next((r for r in context.ranks if r in control.left), None) if control is not None else None
+    return (
+        next((r for r in context.ranks if r in control.left), None) if control is not None else None
+    )
 
 
 def log_stall(context: Context, call: Call, seconds: float, links: str, others: str = "") -> None:
-    """Log a warning that a call has waited for some seconds, with what the ranks do that it waits for.
+    """Log a warning that a call has waited for some seconds, with what the ranks do that it waits
+    for.
 
     ``links`` as in :func:`report`, ``others`` as for :func:`message_timeout_error`.
     """
     what = f"{call.describe_with_number()} on group {context.name!r}{_at(call.site)}"
     text = f"{what} has waited {seconds:.0f} s"
     if call.op.message:
-        peers = [call.peer] if call.peer >= 0 else [m for m in range(context.size) if m != context.rank]
+        peers = (
+            [call.peer] if call.peer >= 0 else [m for m in range(context.size) if m != context.rank]
+        )
         reports = _request_reports(context, {context.ranks[peer] for peer in peers})
         doing = [
-            _describe_state(context, context.ranks[m], reports.get(context.ranks[m]), None) for m in peers
+            _describe_state(context, context.ranks[m], reports.get(context.ranks[m]), None)
+            for m in peers
         ]
-        text += (
-            f"; {_list([f'{context.who(m)}: {what}' for m, what in zip(peers, doing, strict=True)])}{others}"
-        )
+        text += f"; {_list([f'{context.who(m)}: {what}' for m, what in zip(peers, doing, strict=True)])}{others}"
     else:
         reports = _request_reports(context)
         arrived, absent = _arrived_and_absent(context, call, reports)
@@ -286,7 +314,8 @@ def report(call: Call | None, last: EndedCall | None, links: str = "") -> Report
 
 
 def _site(call: Call) -> str:
-    """``file:line`` of the user's code that made a call, in whichever thread; called from any thread."""
+    """``file:line`` of the user's code that made a call, in whichever thread; called from any
+    thread."""
     if not call.site:
         made = getattr(call, "of", call)
         for entry in [*entries]:
@@ -296,7 +325,8 @@ def _site(call: Call) -> str:
                     try:
                         return line_of_user(activity.frame or frames.get(activity.thread))
                     finally:
-                        frames.clear()  # they keep arrays alive
+                        # They keep arrays alive.
+                        frames.clear()
     return call.site or where()
 
 
@@ -306,7 +336,8 @@ def where() -> str:
         try:
             return line_of_user(frames.get(threading.main_thread().ident or 0))
         finally:
-            frames.clear()  # they keep arrays alive
+            # They keep arrays alive.
+            frames.clear()
 
 
 def line_of_user(innermost: FrameType | None) -> str:
@@ -347,7 +378,8 @@ def _without_answer(context: Context, reports: dict[int, Report], own: str) -> s
 def _arrived_and_absent(
     context: Context, call: Call, reports: dict[int, Report]
 ) -> tuple[list[int], dict[int, str]]:
-    """Global ranks that have reached this call, and a description of the state of each other rank."""
+    """Global ranks that have reached this call, and a description of the state of each other
+    rank."""
     arrived: list[int] = []
     absent: dict[int, str] = {}
     for member, rank in enumerate(context.ranks):
@@ -364,8 +396,11 @@ def _list(missing: list[str]) -> str:
     return "; ".join(missing[:_SHOWN]) + more if missing else "none (all are waiting)"
 
 
-def _request_reports(context: Context, ranks: set[int] | None = None, reached: int = 0) -> dict[int, Report]:
-    """The reports of all other ranks, or of ``ranks``; requests to those before call ``reached`` are repeated."""
+def _request_reports(
+    context: Context, ranks: set[int] | None = None, reached: int = 0
+) -> dict[int, Report]:
+    """The reports of all other ranks, or of ``ranks``; requests to those before call ``reached``
+    are repeated."""
     control = context.job.control
     if control is None:
         return {}
@@ -377,12 +412,18 @@ def _request_reports(context: Context, ranks: set[int] | None = None, reached: i
         again = {
             rank
             for rank, answer in reports.items()
-            if (age < _UNKNOWN_S if answer.get("unknown") else answer["seq"] < reached and age < _BEHIND_S)
+            if (
+                age < _UNKNOWN_S
+                if answer.get("unknown")
+                else answer["seq"] < reached and age < _BEHIND_S
+            )
         }
         if not again:
             return reports
         time.sleep(0.02)
-        reports |= _valid_reports(control.request_reports(context.name, context.backend, again), again)
+        reports |= _valid_reports(
+            control.request_reports(context.name, context.backend, again), again
+        )
 
 
 def _valid_reports(answers: dict[Any, Any], ranks: set[int]) -> dict[int, Report]:
@@ -425,7 +466,8 @@ def _describe_state(context: Context, rank: int, answer: Report | None, seq: int
 
 def _why_no_report() -> str:
     try:
-        check_loopback()  # that of this host, over which its processes connect
+        # That of this host, over which its processes connect.
+        check_loopback()
     except DistNetworkError as error:
         return str(error)
     return "the process is stopped, a thread holds the GIL, or the network is down"

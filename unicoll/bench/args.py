@@ -1,8 +1,9 @@
 """The command line: nccl-tests' flags, and ours.
 
-nccl-tests' flags and what they mean are those of its README (https://github.com/NVIDIA/nccl-tests). ``-n`` is the
-number of ranks here, because the benchmark starts them; nccl-tests' ``-n`` is ``--iters``. A flag of nccl-tests that
-does not apply is accepted with one value; any other value is an error that gives the reason.
+nccl-tests' flags and what they mean are those of its README (https://github.com/NVIDIA/nccl-tests).
+``-n`` is the number of ranks here, because the benchmark starts them; nccl-tests' ``-n`` is
+``--iters``. A flag of nccl-tests that does not apply is accepted with one value; any other value is
+an error that gives the reason.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class BenchOptions:
 
 
 def parse(argv: Sequence[str] | None = None) -> BenchOptions:
-    """Parse the command line (``sys.argv[1:]`` if None); an error prints one line and exits with status 2."""
+    """Parse the command line (``sys.argv[1:]`` if None); an error prints one line and exits with
+    status 2."""
     arguments = tuple(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     flags = parser.parse_args(arguments)
@@ -136,7 +138,9 @@ examples:
         allow_abbrev=False,
     )
     operation = parser.add_argument_group("operation")
-    operation.add_argument("op", metavar="OP", help=f"{', '.join(OPERATIONS)}; or nccl-tests' or OSU's name")
+    operation.add_argument(
+        "op", metavar="OP", help=f"{', '.join(OPERATIONS)}; or nccl-tests' or OSU's name"
+    )
     _add_rank_flags(parser)
     _add_sweep_flags(parser)
     _add_timing_flags(parser)
@@ -150,7 +154,13 @@ examples:
 
 def _add_rank_flags(parser: OneLineParser) -> None:
     flag = parser.add_argument_group("ranks and libraries").add_argument
-    flag("-n", "--ranks", type=_at_least(1), metavar="N", help="start N ranks on this host (default 2)")
+    flag(
+        "-n",
+        "--ranks",
+        type=_at_least(1),
+        metavar="N",
+        help="start N ranks on this host (default 2)",
+    )
     mine = ",".join(n for n, row in TABLE.items() if row.flag == "--backend")
     others = ",".join(n for n, row in TABLE.items() if row.flag == "--peer")
     backends = f"unicoll's backends, of {mine} (default gloo; none if only --peer is given)"
@@ -159,7 +169,8 @@ def _add_rank_flags(parser: OneLineParser) -> None:
     arrays = "array library for unicoll's backends (default numpy; cupy on CUDA)"
     flag("--array", choices=("numpy", "torch", "cupy"), help=arrays)
     compressed = (
-        "of what unicoll's backends send between hosts in an all_reduce of float or double by sum or avg"
+        "of what unicoll's backends send between hosts in an all_reduce of float or double by sum"
+        " or avg"
     )
     flag("--compression", choices=tuple(COMPRESSIONS), default="", help=compressed)
 
@@ -175,26 +186,64 @@ def _add_sweep_flags(parser: OneLineParser) -> None:
     reduction = f"reduction: {', '.join(REDOPS)}, all"
     flag("-o", "--op", dest="redops", type=_redops, default="sum", metavar="REDOP", help=reduction)
     element = f"element type: {', '.join(TYPES)}, all"
-    flag("-d", "--datatype", dest="types", type=_types, default="float", metavar="TYPE", help=element)
+    flag(
+        "-d", "--datatype", dest="types", type=_types, default="float", metavar="TYPE", help=element
+    )
     root = "root of rooted operations: a rank, or all"
     flag("-r", "--root", dest="roots", type=_roots, default="0", metavar="ROOT", help=root)
-    flag("-u", "--unalign", type=_at_least(0), default=0, metavar="N", help="shift arrays by N elements")
+    flag(
+        "-u",
+        "--unalign",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="shift arrays by N elements",
+    )
     places = "in place, out of place, or both"
     flag("--place", dest="placements", choices=("both", "in", "out"), default="both", help=places)
 
 
 def _add_timing_flags(parser: OneLineParser) -> None:
     flag = parser.add_argument_group("measuring").add_argument
-    flag("--iters", type=_at_least(1), metavar="N", help="timed calls (default: as many as fit the budget)")
-    flag("--budget", type=_seconds, default=1.0, metavar="S", help="seconds of calls per size and contender")
+    flag(
+        "--iters",
+        type=_at_least(1),
+        metavar="N",
+        help="timed calls (default: as many as fit the budget)",
+    )
+    flag(
+        "--budget",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds of calls per size and contender",
+    )
     turns = "batches per contender and size; contenders alternate"
     flag("--turns", type=_at_least(1), default=10, metavar="N", help=turns)
     warmup = "calls before the timed ones"
-    flag("-w", "--warmup_iters", dest="warmup", type=_at_least(0), default=1, metavar="N", help=warmup)
+    flag(
+        "-w",
+        "--warmup_iters",
+        dest="warmup",
+        type=_at_least(0),
+        default=1,
+        metavar="N",
+        help=warmup,
+    )
     samples = "calls per timed sample"
-    flag("-m", "--agg_iters", dest="aggregate", type=_at_least(1), default=1, metavar="N", help=samples)
+    flag(
+        "-m",
+        "--agg_iters",
+        dest="aggregate",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help=samples,
+    )
     cycles = "repeat the sweep; 0: without end"
-    flag("-N", "--run_cycles", dest="cycles", type=_at_least(0), default=1, metavar="N", help=cycles)
+    flag(
+        "-N", "--run_cycles", dest="cycles", type=_at_least(0), default=1, metavar="N", help=cycles
+    )
     checks = "checked calls per line; 0: none"
     flag("-c", "--check", dest="checks", type=_at_least(0), default=1, metavar="N", help=checks)
     average = "value over the ranks: 0 rank 0, 1 average, 2 minimum, 3 maximum"
@@ -216,10 +265,14 @@ def _add_output_flags(parser: OneLineParser) -> None:
     flag("--plot", metavar="FILE", help="plot latency and bandwidth (needs matplotlib)")
     flag("--osu", action="store_true", help="OSU micro-benchmarks' columns")
     flag("--osu-full", action="store_true", help="as --osu, with minimum, maximum and iterations")
-    flag("--overlap", action="store_true", help="measure an asynchronous operation during NumPy computation")
+    flag(
+        "--overlap",
+        action="store_true",
+        help="measure an asynchronous operation during NumPy computation",
+    )
 
 
-# --- values of single flags -----------------------------------------------------------------------------------------
+# --- values of single flags -----------------------------------------------------------------------
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -278,7 +331,7 @@ def _roots(text: str) -> tuple[int, ...] | None:
     return None if text == "all" else (int(text),)
 
 
-# --- flags that belong together -------------------------------------------------------------------------------------
+# --- flags that belong together -------------------------------------------------------------------
 
 
 def _options(flags: argparse.Namespace, arguments: tuple[str, ...]) -> BenchOptions:
@@ -301,7 +354,9 @@ def _options(flags: argparse.Namespace, arguments: tuple[str, ...]) -> BenchOpti
         "contenders": _contenders(flags.backend, flags.peer),
         "sizes": sizes,
         "step": step,
-        "turns": min(flags.turns, math.ceil(flags.iters / flags.aggregate) if flags.iters else flags.turns),
+        "turns": min(
+            flags.turns, math.ceil(flags.iters / flags.aggregate) if flags.iters else flags.turns
+        ),
         "statistic": flags.statistic or ("avg" if flags.osu else "p50"),
         "min_bandwidth": _min_bandwidth(os.environ.get("NCCL_TESTS_MIN_BW", "")),
         "argv": arguments,
@@ -343,11 +398,15 @@ def _contenders(backend: str | None, peer: str) -> tuple[str, ...]:
         if name in TABLE and TABLE[name].flag != "--backend":
             raise ValueError(f"--backend: {name} is a peer: use --peer {name}")
         if name not in TABLE and name not in known:
-            raise ValueError(f"--backend: there is no backend {name!r}; the backends are {', '.join(known)}")
+            raise ValueError(
+                f"--backend: there is no backend {name!r}; the backends are {', '.join(known)}"
+            )
     known_peers = [name for name, row in TABLE.items() if row.flag == "--peer"]
     for name in peers:
         if name not in known_peers:
-            raise ValueError(f"--peer: there is no peer {name!r}; the peers are {', '.join(known_peers)}")
+            raise ValueError(
+                f"--peer: there is no peer {name!r}; the peers are {', '.join(known_peers)}"
+            )
     return (*backends, *peers)
 
 
@@ -358,11 +417,12 @@ def _min_bandwidth(text: str) -> float | None:
         raise ValueError(f"NCCL_TESTS_MIN_BW={text} is not a number") from None
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 def parse_size(text: str) -> int:
-    """Parse a size in nccl-tests' notation: ``512``, ``4K``, ``1.5M``, ``2g``; K is 1024. ValueError if it is none."""
+    """Parse a size in nccl-tests' notation: ``512``, ``4K``, ``1.5M``, ``2g``; K is 1024.
+    ValueError if it is none."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]?)B?\s*", text.upper())
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 512, 4K, 1.5M or 2G")

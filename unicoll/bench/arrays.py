@@ -1,6 +1,8 @@
-"""Arrays of the benchmark, on the host and on CUDA devices: made by each library, filled and read in one way.
+"""Arrays of the benchmark, on the host and on CUDA devices: made by each library, filled and read
+in one way.
 
-On the host, data is a flat NumPy array of ``DType.storage``; for types that NumPy lacks it holds the bits.
+On the host, data is a flat NumPy array of ``DType.storage``; for types that NumPy lacks it holds
+the bits.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _PIECE = 4 << 20
 
 
 class Unsupported(Exception):
-    """A contender does not support a case; the message is the reason. Other contenders are still measured."""
+    """A contender does not support a case; the message is the reason. Other contenders are still
+    measured."""
 
 
 class BenchArrays:
@@ -88,7 +91,8 @@ class BenchArrays:
         return self._stream() if self._stream is not None else 0
 
     def finish(self) -> None:
-        """Wait until the device has finished the work on the current stream; does nothing on the CPU."""
+        """Wait until the device has finished the work on the current stream; does nothing on the
+        CPU."""
         if self.device != "cpu":
             runtime, stream = self._runtime(), self._current_stream()
             while not runtime.stream_done(stream):
@@ -102,7 +106,8 @@ class BenchArrays:
         return event
 
     def between(self, first: int, last: int) -> float:
-        """Seconds between two marks, after both have completed (:meth:`finish`); they are used once."""
+        """Seconds between two marks, after both have completed (:meth:`finish`); they are used
+        once."""
         runtime = self._runtime()
         seconds = runtime.elapsed(first, last)
         for event in (first, last):
@@ -155,13 +160,15 @@ FAMILIES: dict[str, Allocate] = {"numpy": numpy_array, "torch": torch_array, "cu
 def family(array_name: str | None, device: str, dtype: DType) -> BenchArrays:
     """The arrays for a contender on a device, ``"cpu"``, ``"cuda:N"`` or ``"xpu:N"``.
 
-    Without ``array_name`` they are NumPy's (torch's for types that only it has) on the CPU, CuPy's, or torch's if CuPy
-    is not installed, on a CUDA device, and torch's on an XPU. Unsupported if the library is not installed or lacks the
-    device.
+    Without ``array_name`` they are NumPy's (torch's for types that only it has) on the CPU, CuPy's,
+    or torch's if CuPy is not installed, on a CUDA device, and torch's on an XPU. Unsupported if the
+    library is not installed or lacks the device.
     """
     name = array_name
     if name is None and device == "cpu":
-        needs_torch = not dtype.native and find_spec("ml_dtypes") is None and find_spec("torch") is not None
+        needs_torch = (
+            not dtype.native and find_spec("ml_dtypes") is None and find_spec("torch") is not None
+        )
         name = "torch" if needs_torch else "numpy"
     elif name is None:
         has_cupy = device.startswith("cuda") and find_spec("cupy") is not None

@@ -1,4 +1,5 @@
-"""The table of contenders (unicoll's backends, and what they are compared with), and how they are opened."""
+"""The table of contenders (unicoll's backends, and what they are compared with), and how they are
+opened."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ContenderRow:
-    """One contender: its class, its flag on the command line, and True if mpirun must start the ranks."""
+    """One contender: its class, its flag on the command line, and True if mpirun must start the
+    ranks."""
 
     make: Callable[[str], Contender]
     flag: str
@@ -46,11 +48,13 @@ TABLE: dict[str, ContenderRow] = {
     "mpi4py": ContenderRow(Mpi4py, "--peer", mpi=True),
     "floor": ContenderRow(Floor, "--peer"),
 }
-"""The contenders by name. Backends of third parties, which are not in it, use the class ``Unicoll``."""
+"""The contenders by name. Backends of third parties, which are not in it, use the class
+``Unicoll``."""
 
 
 def label(name: str) -> str:
-    """A contender's name in tables and plots: ``unicoll`` for the CPU backend, ``unicoll (mpi)`` for another one."""
+    """A contender's name in tables and plots: ``unicoll`` for the CPU backend, ``unicoll (mpi)``
+    for another one."""
     if name in TABLE and TABLE[name].make not in (Unicoll, Symmetric):
         return name
     backend = name.removeprefix("gloo").removeprefix("-")
@@ -58,7 +62,8 @@ def label(name: str) -> str:
 
 
 def open_contenders(options: BenchOptions) -> tuple[list[Contender], dict[str, str]]:
-    """Open contenders on all ranks; returns them, and for the others the reason why they cannot be measured."""
+    """Open contenders on all ranks; returns them, and for the others the reason why they cannot be
+    measured."""
     rank, size = dist.get_rank(), dist.get_world_size()
     launched = launchers.detect()
     hosts: list[Any] = [None] * size

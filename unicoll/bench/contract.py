@@ -1,6 +1,8 @@
-"""The interface of a contender: it is opened once on all ranks and returns a call without arguments for each case.
+"""The interface of a contender: it is opened once on all ranks and returns a call without arguments
+for each case.
 
-All preparation happens before the timed loop, so that the loop has the same overhead for every contender.
+All preparation happens before the timed loop, so that the loop has the same overhead for every
+contender.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One measurement of one contender on this rank; ``redop`` is nccl-tests' name of the reduction."""
+    """One measurement of one contender on this rank; ``redop`` is nccl-tests' name of the
+    reduction."""
 
     op: Operation
     placement: str
@@ -49,8 +52,8 @@ class BenchCase:
 class BenchJob:
     """The job in which contenders are opened.
 
-    ``local_rank`` selects the device, ``hosts`` has the host name of each rank, ``timeout`` is that of an
-    operation in seconds, and ``compression`` that of unicoll's all_reduce.
+    ``local_rank`` selects the device, ``hosts`` has the host name of each rank, ``timeout`` is that
+    of an operation in seconds, and ``compression`` that of unicoll's all_reduce.
     """
 
     rank: int
@@ -69,7 +72,8 @@ class Contender(ABC):
         device: ``"cpu"``, ``"cuda:N"`` or ``"xpu:N"``, set by :meth:`open`.
         refusals: exceptions that mean that it does not support an operation for a type.
         compression: of what it sends, set by :meth:`open`; "" if its results are exact.
-        checked: False if it does not compute the operation's result, so that there is nothing to check.
+        checked: False if it does not compute the operation's result, so that there is nothing to
+            check.
     """
 
     device = "cpu"
@@ -82,7 +86,8 @@ class Contender(ABC):
 
     @abstractmethod
     def reason(self) -> str | None:
-        """The reason why it cannot be measured in this process, or None; called without communication."""
+        """The reason why it cannot be measured in this process, or None; called without
+        communication."""
 
     @abstractmethod
     def open(self, job: BenchJob) -> None:
@@ -109,19 +114,22 @@ class Contender(ABC):
 
     @abstractmethod
     def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
-        """The call for a case on these arrays; in place they are the same array, or one is a part of the other.
+        """The call for a case on these arrays; in place they are the same array, or one is a part
+        of the other.
 
         Raises:
             Unsupported: the library does not support the case.
         """
 
     def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
-        """The asynchronous form: a function that starts the operation, and one that waits for its result."""
+        """The asynchronous form: a function that starts the operation, and one that waits for its
+        result."""
         raise Unsupported(f"{self.name} is not measured with --overlap")
 
 
 def use_device(job: BenchJob, kind: str = "cuda") -> str:
-    """Select this rank's device in its runtime and the array libraries; returns ``"cuda:N"`` or ``"xpu:N"``."""
+    """Select this rank's device in its runtime and the array libraries; returns ``"cuda:N"`` or
+    ``"xpu:N"``."""
     runtime = runtimes.runtime(kind)
     index = job.local_rank % runtime.device_count()
     runtime.set_device(index)
@@ -149,14 +157,18 @@ def ping_pong(rank: int, send: Call, recv: Call) -> Call:
 
 
 def agree(problem: str | None) -> str | None:
-    """The problem of the lowest rank that has one, returned on all ranks; None if no rank has a problem."""
+    """The problem of the lowest rank that has one, returned on all ranks; None if no rank has a
+    problem."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, problem)
     return next((p for p in gathered if p is not None), None)
 
 
-def agreed(make: Callable[[], Made], refusals: tuple[type[Exception], ...]) -> tuple[Made | None, str | None]:
-    """What a function returns, or why it was refused on the lowest rank that refused; consistent on all ranks."""
+def agreed(
+    make: Callable[[], Made], refusals: tuple[type[Exception], ...]
+) -> tuple[Made | None, str | None]:
+    """What a function returns, or why it was refused on the lowest rank that refused; consistent on
+    all ranks."""
     made, problem = None, None
     try:
         made = make()

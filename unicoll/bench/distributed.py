@@ -1,4 +1,5 @@
-"""Contenders with torch.distributed's functions: unicoll's backends, and torch.distributed itself."""
+"""Contenders with torch.distributed's functions: unicoll's backends, and torch.distributed
+itself."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class _Distributed(Contender):
         row = case.op.collective
         assert row is not None
         names = [name for name in (*row.aliases[:1], row.name) if hasattr(self.module, name)]
-        if not names:  # torch 2.13 has the first alias, earlier versions the name
+        # Torch 2.13 has the first alias, earlier versions the name.
+        if not names:
             raise Unsupported(f"{row.name} is not measured with {self.name}")
         arrays: list[Any] = []
         for parameter in row.parameters:
@@ -87,7 +89,9 @@ class _Distributed(Contender):
         return self._prepared(case, send, recv)
 
     def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
-        return partial(self._prepared(case, send, recv), async_op=True), operator.methodcaller("wait")
+        return partial(self._prepared(case, send, recv), async_op=True), operator.methodcaller(
+            "wait"
+        )
 
     def _ring(self, case: BenchCase, send: Any, recv: Any) -> Call:
         module, group = self.module, self.group
@@ -108,12 +112,18 @@ class _Distributed(Contender):
 class Unicoll(_Distributed):
     """One of unicoll's backends, in a separate group."""
 
-    refusals = (Unsupported, dist.DistArgumentError, dist.DistTypeError, dist.BackendUnavailableError)
+    refusals = (
+        Unsupported,
+        dist.DistArgumentError,
+        dist.DistTypeError,
+        dist.BackendUnavailableError,
+    )
     module = dist
 
     def reason(self) -> str | None:
         if self.backend == "xccl" and find_spec("torch") is not None:
-            import_module("torch")  # if it is one for XPU, the XPUs are torch's
+            # If it is one for XPU, the XPUs are torch's.
+            import_module("torch")
         return registry.reason_against(self.backend)
 
     def open(self, job: BenchJob) -> None:
@@ -128,7 +138,8 @@ class Unicoll(_Distributed):
         self.group = dist.new_group(
             backend=backend, timeout=job.timeout, pg_options=options, device_id=device
         )
-        self.group.barrier()  # the first collective selects the transport
+        # The first collective selects the transport.
+        self.group.barrier()
 
     def close(self) -> None:
         if self.group is not None and dist.is_initialized():
@@ -167,7 +178,8 @@ _DEVICE_TYPES = {"nccl": "cuda", "xccl": "xpu"}
 
 
 class Torch(_Distributed):
-    """torch.distributed with its gloo, nccl or xccl backend, in the same processes, with a separate store."""
+    """torch.distributed with its gloo, nccl or xccl backend, in the same processes, with a separate
+    store."""
 
     refusals = (Unsupported, RuntimeError, ValueError, TypeError, NotImplementedError)
 
@@ -212,11 +224,14 @@ class Torch(_Distributed):
     def _premultiplied(self) -> Any:
         if self.backend in ("gloo", "mpi"):
             raise Unsupported(f"torch's {self.backend} has no premultiplied sum")
-        return import_module("torch.distributed.distributed_c10d")._make_nccl_premul_sum(float(FACTOR))
+        return import_module("torch.distributed.distributed_c10d")._make_nccl_premul_sum(
+            float(FACTOR)
+        )
 
 
 class TorchOnUnicoll(Torch):
-    """torch.distributed on one of unicoll's backends (``torch-unicoll-gloo``), through its plug-in."""
+    """torch.distributed on one of unicoll's backends (``torch-unicoll-gloo``), through its
+    plug-in."""
 
     def reason(self) -> str | None:
         if find_spec("torch") is None:
@@ -230,7 +245,8 @@ class TorchOnUnicoll(Torch):
         if self.backend == "unicoll-nccl":
             self.device = use_device(job)
         super().open(job)
-        self.module.barrier(group=self.group)  # the first collective selects the transport
+        # The first collective selects the transport.
+        self.module.barrier(group=self.group)
 
     def describe(self) -> str:
         return f"{super().describe()}: {self.group.unicoll.describe()}"

@@ -1,16 +1,19 @@
-"""The contender ``floor``: only the copies, or only the bytes over sockets, that an operation cannot do without.
+"""The contender ``floor``: only the copies, or only the bytes over sockets, that an operation
+cannot do without.
 
-Its time is a lower bound for the others, not the time of an operation: nothing is reduced, and no result is checked.
+Its time is a lower bound for the others, not the time of an operation: nothing is reduced, and no
+result is checked.
 
-Between ranks that share memory each rank writes as many bytes as it gets of the result, by one ``numpy.copyto`` from
-and to memory of its own, all ranks at once, and the ranks then exchange one flag through shared memory. For an
-all_reduce that is one memcpy of the array by all ranks.
+Between ranks that share memory each rank writes as many bytes as it gets of the result, by one
+``numpy.copyto`` from and to memory of its own, all ranks at once, and the ranks then exchange one
+flag through shared memory. For an all_reduce that is one memcpy of the array by all ranks.
 
-Over TCP each rank sends the operation's bytes to the next rank and receives as many from the one before, both at once,
-through plain blocking sockets with the kernel's buffer sizes: ``sendall`` on a thread of its own, ``recv_into`` on the
-caller's. For the symmetric operations that is nccl-tests' factor times the size (2 ranks, all_reduce: the size each
-way). Operations with a root, and prefix reductions, are a chain that begins or ends at the root: each link carries
-what a rank beyond it needs.
+Over TCP each rank sends the operation's bytes to the next rank and receives as many from the one
+before, both at once, through plain blocking sockets with the kernel's buffer sizes: ``sendall`` on
+a thread of its own, ``recv_into`` on the caller's. For the symmetric operations that is nccl-tests'
+factor times the size (2 ranks, all_reduce: the size each way). Operations with a root, and prefix
+reductions, are a chain that begins or ends at the root: each link carries what a rank beyond it
+needs.
 """
 
 from __future__ import annotations
@@ -41,12 +44,14 @@ _LINE = 16
 _LOOKS = 200
 """Looks at a flag before the processor is yielded."""
 _INLINE = 1 << 15
-"""Bytes that the buffers of a connection hold in any case: they are sent without the other thread."""
+"""Bytes that the buffers of a connection hold in any case: they are sent without the other
+thread."""
 _CONNECT_S = 30.0
 
 
 def bytes_written(case: BenchCase) -> int:
-    """Bytes of the result that this rank does not have before the call; a prefix's first rank counts its own."""
+    """Bytes of the result that this rank does not have before the call; a prefix's first rank
+    counts its own."""
     if case.op.name == "broadcast" and case.at_root:
         return 0
     parts = case.op.expected(case.call_rank, case.counts.shown)
@@ -118,7 +123,10 @@ class Floor(Contender):
 class _Memory:
     """Copies by all ranks of one host, and flags in a memfd that they share."""
 
-    text = "each rank writes its result once by numpy.copyto, all at once, and the ranks exchange a flag"
+    text = (
+        "each rank writes its result once by numpy.copyto, all at once, and the ranks exchange a"
+        " flag"
+    )
 
     def __init__(self, job: BenchJob) -> None:
         self._rank, self._size, self._timeout = job.rank, job.size, job.timeout
@@ -135,7 +143,8 @@ class _Memory:
 
     def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         length = bytes_written(case)
-        source = np.ones(length, np.uint8)  # written, so that it is no page of zeros
+        # Written, so that it is no page of zeros.
+        source = np.ones(length, np.uint8)
         array = recv if case.placement != IN or recv.nbytes >= send.nbytes else send
         copy = partial(np.copyto, array.view(np.uint8)[:length], source)
         if case.op.name == "latency":
@@ -183,21 +192,28 @@ class _Memory:
 
 
 class _Sockets:
-    """One connection to the next rank and one from the rank before; a thread sends what exceeds their buffers."""
+    """One connection to the next rank and one from the rank before; a thread sends what exceeds
+    their buffers."""
 
-    text = "each rank sends the operation's bytes to the next rank and receives as many, by sendall and recv_into"
+    text = (
+        "each rank sends the operation's bytes to the next rank and receives as many, by sendall"
+        " and recv_into"
+    )
 
     def __init__(self, job: BenchJob) -> None:
         self._timeout = job.timeout
         host = "127.0.0.1" if len(set(job.hosts)) == 1 else own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        token = os.urandom(16)  # sent over the job's authenticated connections: it admits the rank before
+        # Sent over the job's authenticated connections: it admits the rank before.
+        token = os.urandom(16)
         where: list[Any] = [None] * job.size
         with socket.create_server((host, 0), family=family) as listener:
             dist.all_gather_object(where, (host, listener.getsockname()[1], token))
             host, port, expected = where[(job.rank + 1) % job.size]
             with ExitStack() as opened:
-                self._next = opened.enter_context(socket.create_connection((host, port), _CONNECT_S))
+                self._next = opened.enter_context(
+                    socket.create_connection((host, port), _CONNECT_S)
+                )
                 self._next.sendall(expected)
                 self._before = _accepted(listener, token)
                 opened.pop_all()
@@ -205,17 +221,22 @@ class _Sockets:
         for sock in (self._next, self._before):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(True)
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # settimeout would poll before each call
+            # Settimeout would poll before each call.
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, option, limit)
         self._tasks: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._send_tasks, name="unicoll-bench-floor", daemon=True)
+        self._thread = threading.Thread(
+            target=self._send_tasks, name="unicoll-bench-floor", daemon=True
+        )
         self._thread.start()
 
     def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         out, into = (memoryview(bytearray(b"\1") * n) for n in bytes_on_links(case))
         if case.op.name == "latency":
-            return ping_pong(case.rank, partial(self._exchange, out, into[:0]), partial(self._fill, into))
+            return ping_pong(
+                case.rank, partial(self._exchange, out, into[:0]), partial(self._fill, into)
+            )
         return partial(self._exchange, out, into)
 
     def _exchange(self, out: memoryview, into: memoryview) -> None:
@@ -245,7 +266,9 @@ class _Sockets:
         try:
             self._next.sendall(data)
         except BlockingIOError:
-            raise TimeoutError(f"floor: the next rank has not received within {self._timeout:g} s") from None
+            raise TimeoutError(
+                f"floor: the next rank has not received within {self._timeout:g} s"
+            ) from None
 
     def _send_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -258,7 +281,8 @@ class _Sockets:
     def close(self) -> None:
         self._tasks.put(None)
         for sock in (self._next, self._before):
-            with suppress(OSError):  # ends a send that waits
+            # Ends a send that waits.
+            with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._next.close()

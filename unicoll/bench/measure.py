@@ -1,9 +1,10 @@
-"""Measures one size: times several contenders in alternation, computes statistics and checks results.
+"""Measures one size: times several contenders in alternation, computes statistics and checks
+results.
 
-A *series* is one contender in one placement (in place or out of place), with its arrays and its call. In each turn
-every series runs one batch of calls, and the order of the series rotates by one per turn, so that other load on the
-machine affects all of them equally. All ranks pass a barrier (unicoll's, the same for all series) before each
-batch, and for large arrays before each call.
+A *series* is one contender in one placement (in place or out of place), with its arrays and its
+call. In each turn every series runs one batch of calls, and the order of the series rotates by one
+per turn, so that other load on the machine affects all of them equally. All ranks pass a barrier
+(unicoll's, the same for all series) before each batch, and for large arrays before each call.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from unicoll.bench.args import BenchOptions
 
 Stats = dict[str, Any]
-"""Statistics of a series, as in the JSON: ``us``, combined over the ranks by ``-a``, ``us_by_rank`` with NaN for a rank
-that does not take part, and ``iterations``, the timed calls of one rank."""
+"""Statistics of a series, as in the JSON: ``us``, combined over the ranks by ``-a``, ``us_by_rank``
+with NaN for a rank that does not take part, and ``iterations``, the timed calls of one rank."""
 STATISTICS = ("p50", "avg", "min", "p99", "max")
 """Statistics of the samples of a rank, in microseconds."""
 SYNC_FROM = 1 << 19
@@ -98,10 +99,14 @@ class Series:
         self.call()
         self.family.finish()
 
-    def timed(self, times: int, aggregate: int, sync: Call | None, options: BenchOptions) -> list[float]:
-        """Seconds per call, ``times`` samples of ``aggregate`` calls each; ``sync`` is called before each, not timed.
+    def timed(
+        self, times: int, aggregate: int, sync: Call | None, options: BenchOptions
+    ) -> list[float]:
+        """Seconds per call, ``times`` samples of ``aggregate`` calls each; ``sync`` is called
+        before each, not timed.
 
-        On a device the time includes the wait for it, or is that between events on it, or excludes that wait.
+        On a device the time includes the wait for it, or is that between events on it, or excludes
+        that wait.
         """
         self.calls += times * aggregate
         family = self.family
@@ -122,7 +127,9 @@ class Series:
 
     def wrong(self, iteration: int) -> int:
         """Number of wrong elements in the receive array."""
-        expected: list[SourceRange] = self.case.op.expected(self.case.call_rank, self.case.counts.shown)
+        expected: list[SourceRange] = self.case.op.expected(
+            self.case.call_rank, self.case.counts.shown
+        )
         if not expected:
             return 0
         self.family.finish()
@@ -146,11 +153,14 @@ def _arrays(family: BenchArrays, case: BenchCase, unalign: int) -> tuple[Any, An
     return (own_part, larger) if counts.send < counts.recv else (larger, own_part)
 
 
-# --- time -----------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 
-def timed(call: Call, times: int, aggregate: int, sync: Call | None, finish: Call | None) -> list[float]:
-    """Seconds per call, ``times`` samples of ``aggregate`` calls each; ``finish`` is timed, ``sync`` is not."""
+def timed(
+    call: Call, times: int, aggregate: int, sync: Call | None, finish: Call | None
+) -> list[float]:
+    """Seconds per call, ``times`` samples of ``aggregate`` calls each; ``finish`` is timed,
+    ``sync`` is not."""
     clock = time.perf_counter
     samples = []
     for _ in range(times):
@@ -182,7 +192,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def measure(series_list: Sequence[Series], size: int, options: BenchOptions) -> list[Stats]:
-    """Time all series of one size in bytes, in alternation; called on all ranks with the same order of series."""
+    """Time all series of one size in bytes, in alternation; called on all ranks with the same order
+    of series."""
     sync = dist.barrier if options.blocking or size >= SYNC_FROM else None
     with _no_collection():
         _plan(series_list, options, sync)
@@ -198,7 +209,8 @@ def measure(series_list: Sequence[Series], size: int, options: BenchOptions) -> 
 
 
 def _batch(series: Series, turn: int, options: BenchOptions) -> int:
-    """Number of samples of a series in a turn; a fixed number of calls is divided among the turns."""
+    """Number of samples of a series in a turn; a fixed number of calls is divided among the
+    turns."""
     if options.iters is None:
         return series.per_turn
     total = math.ceil(options.iters / series.aggregate)
@@ -206,7 +218,8 @@ def _batch(series: Series, turn: int, options: BenchOptions) -> int:
 
 
 def _plan(series_list: Sequence[Series], options: BenchOptions, sync: Call | None) -> None:
-    """Warm up every series and compute how many calls fit its budget; the result is equal on all ranks."""
+    """Warm up every series and compute how many calls fit its budget; the result is equal on all
+    ranks."""
     seconds = np.zeros(len(series_list))
     by_host = replace(options, events=False)
     for i, series in enumerate(series_list):
@@ -230,14 +243,17 @@ def _statistics(series_list: Sequence[Series], average: int) -> list[Stats]:
         if series.samples and series.case.op.takes_part(series.case.rank):
             us = np.array(series.samples) * (
                 1e6 if series.case.op.name != "latency" else 0.5e6
-            )  # round trips
+                # Round trips.
+            )
             row[:] = np.median(us), us.mean(), us.min(), np.percentile(us, 99), us.max()
     gathered = np.empty((dist.get_world_size(), *mine.shape))
     dist.all_gather_into_tensor(gathered, mine)
     stats = []
     for i, series in enumerate(series_list):
         by_rank = dict(zip(STATISTICS, gathered[:, i].T.tolist(), strict=True))
-        combined = {name: over_ranks(gathered[:, i, k], average) for k, name in enumerate(STATISTICS)}
+        combined = {
+            name: over_ranks(gathered[:, i, k], average) for k, name in enumerate(STATISTICS)
+        }
         calls = len(series.samples) * series.aggregate
         stats.append({"iterations": calls, "us": combined, "us_by_rank": by_rank})
     return stats
@@ -251,14 +267,15 @@ def over_ranks(values: npt.NDArray[np.float64], average: int) -> float:
     return float((present.mean, present.min, present.max)[average - 1]())
 
 
-# --- results --------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def check(series: Series, iterations: int) -> tuple[int, int]:
     """Run calls with checked results on all ranks.
 
     Returns:
-        Number of wrong elements over all ranks and iterations, and number of (rank, iteration) pairs that had any.
+        Number of wrong elements over all ranks and iterations, and number of (rank, iteration)
+        pairs that had any.
     """
     found = np.zeros(2, np.int64)
     for iteration in range(1, iterations + 1):
@@ -272,8 +289,11 @@ def check(series: Series, iterations: int) -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
-def attempt(contender: Contender, case: BenchCase, options: BenchOptions) -> tuple[Series | None, str | None]:
-    """Make a series and run its call once; returns the series or the reason for failure, consistent on all ranks."""
+def attempt(
+    contender: Contender, case: BenchCase, options: BenchOptions
+) -> tuple[Series | None, str | None]:
+    """Make a series and run its call once; returns the series or the reason for failure, consistent
+    on all ranks."""
     refusals: tuple[type[Exception], ...] = (MemoryError, *contender.refusals)
     series, problem = agreed(lambda: Series.make(contender, case, options), refusals)
     if series is not None:

@@ -18,7 +18,8 @@ from unicoll.group import registry
 
 
 class Mpi4py(Contender):
-    """mpi4py: upper-case methods of COMM_WORLD on preallocated NumPy arrays with explicit datatypes."""
+    """mpi4py: upper-case methods of COMM_WORLD on preallocated NumPy arrays with explicit
+    datatypes."""
 
     _comm: Any = None
     _mpi: Any = None
@@ -36,7 +37,8 @@ class Mpi4py(Contender):
         self.refusals = (Unsupported, mpi.Exception, NotImplementedError)
         if (self._comm.rank, self._comm.size) != (job.rank, job.size):
             raise Unsupported(
-                f"COMM_WORLD has rank {self._comm.rank} of {self._comm.size}, the job rank {job.rank} of {job.size}"
+                f"COMM_WORLD has rank {self._comm.rank} of {self._comm.size}, the job rank"
+                f" {job.rank} of {job.size}"
             )
 
     def describe(self) -> str:
@@ -60,7 +62,8 @@ class Mpi4py(Contender):
         return getattr(self._mpi, found)
 
     def _typed(self, case: BenchCase, array: Any) -> tuple[Any, Any]:
-        """An array with its MPI datatype; elements without an MPI datatype are sent as their bits."""
+        """An array with its MPI datatype; elements without an MPI datatype are sent as their
+        bits."""
         dtype = case.dtype
         if dtype.half:
             array = array.view(f"u{dtype.itemsize}")
@@ -71,7 +74,8 @@ class Mpi4py(Contender):
         assert row is not None
         if not row.mpi:
             raise Unsupported(f"MPI has no {row.name}")
-        name = row.mpi.removeprefix("MPI_").removesuffix("v")  # all ranks' parts are equal
+        # All ranks' parts are equal.
+        name = row.mpi.removeprefix("MPI_").removesuffix("v")
         method = getattr(self._comm, f"I{name.lower()}" if asynchronous else name)
         if op.name == "barrier":
             return partial(method)
@@ -99,7 +103,9 @@ class Mpi4py(Contender):
             send_spec, recv_spec = self._typed(case, send), self._typed(case, recv)
             peer = 1 - case.rank
             return ping_pong(
-                case.rank, partial(comm.Send, send_spec, peer, 0), partial(comm.Recv, recv_spec, peer, 0)
+                case.rank,
+                partial(comm.Send, send_spec, peer, 0),
+                partial(comm.Recv, recv_spec, peer, 0),
             )
         return self._prepared(case, send, recv, False)
 
@@ -109,4 +115,6 @@ class Mpi4py(Contender):
 
 def library(mpi: Any) -> str:
     """Name and version of the MPI library."""
-    return " ".join(mpi.Get_library_version().replace("\0", "").split(",")[0].split("\n")[0].split())
+    return " ".join(
+        mpi.Get_library_version().replace("\0", "").split(",")[0].split("\n")[0].split()
+    )

@@ -53,7 +53,9 @@ class BareNccl(Contender):
             end = time.monotonic() + self._timeout
             while (code := self._nccl.comm_state(self._comm)[1]) == self._nccl.in_progress:
                 if time.monotonic() > end:
-                    raise dist.OperationTimeoutError(f"NCCL did not finish within {self._timeout:g} s")
+                    raise dist.OperationTimeoutError(
+                        f"NCCL did not finish within {self._timeout:g} s"
+                    )
         if code:
             raise dist.DistBackendError(f"NCCL returned {code}: {self._nccl.last_error()}")
 
@@ -85,7 +87,9 @@ class BareNccl(Contender):
             return lambda: int(exchange() is not None)
         raise Unsupported(f"{name} is not measured with bare NCCL")
 
-    def _ring(self, case: BenchCase, source: int, target: int, kind: int, stream: int) -> Callable[[], int]:
+    def _ring(
+        self, case: BenchCase, source: int, target: int, kind: int, stream: int
+    ) -> Callable[[], int]:
         n, comm, count = self._nccl, self._comm, case.counts.shown
         successor, predecessor = (case.rank + 1) % case.size, (case.rank - 1) % case.size
 

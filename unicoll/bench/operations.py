@@ -1,10 +1,10 @@
 """The operations that can be measured, with their names in nccl-tests and OSU.
 
-An operation defines how the size is divided among the ranks, the factor from algorithm to bus bandwidth
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), and the data that each rank sends and
-receives. Data is described as *source ranges*: elements of one rank's source data, or of the reduction
-of all ranks' source data. For collectives this follows from their rows of :data:`unicoll.calls.ops.OPS`, and what
-they deliver from :mod:`unicoll.testing.reference`.
+An operation defines how the size is divided among the ranks, the factor from algorithm to bus
+bandwidth (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), and the data that
+each rank sends and receives. Data is described as *source ranges*: elements of one rank's source
+data, or of the reduction of all ranks' source data. For collectives this follows from their rows of
+:data:`unicoll.calls.ops.OPS`, and what they deliver from :mod:`unicoll.testing.reference`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from unicoll.testing import reference
 
 IN, OUT = "in_place", "out_of_place"
 REDUCED = -1
-"""Value of ``SourceRange.rank`` for the reduction of all ranks' source data; minus n for that of the first n ranks."""
+"""Value of ``SourceRange.rank`` for the reduction of all ranks' source data; minus n for that of
+the first n ranks."""
 
 
 class SourceRange(NamedTuple):
-    """``length`` elements from index ``offset`` of the source data of ``rank`` (or :data:`REDUCED`)."""
+    """``length`` elements from index ``offset`` of the source data of ``rank`` (or
+    :data:`REDUCED`)."""
 
     rank: int
     offset: int
@@ -34,7 +36,8 @@ class SourceRange(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Numbers of elements of one call: nccl-tests' count column, the send array, the receive array."""
+    """Numbers of elements of one call: nccl-tests' count column, the send array, the receive
+    array."""
 
     shown: int
     send: int
@@ -63,7 +66,11 @@ _SINGLE = {
     "all_to_all": "all_to_all_single",
 }
 """The collectives that are measured in their forms with single arrays."""
-_TITLES = {"all_to_all": "All-to-All Personalized Exchange", "sendrecv": "Ring Exchange", "latency": ""}
+_TITLES = {
+    "all_to_all": "All-to-All Personalized Exchange",
+    "sendrecv": "Ring Exchange",
+    "latency": "",
+}
 """OSU's titles, where they are not the names."""
 
 
@@ -73,7 +80,8 @@ class Operation:
 
     Attributes:
         name: unicoll's name.
-        collective: the row of the collective that is measured, which takes single arrays; None for messages.
+        collective: the row of the collective that is measured, which takes single arrays; None for
+            messages.
     """
 
     name: str
@@ -98,11 +106,16 @@ class Operation:
 
     @property
     def placements(self) -> tuple[str, ...]:
-        """In place, out of place, or both, as in torch's API; contenders are compared by the first."""
+        """In place, out of place, or both, as in torch's API; contenders are compared by the
+        first."""
         row = self.collective
         if row is not None and row.in_place:
             return (IN,)
-        return (OUT, IN) if row is not None and row.joined and row.sizes is not Sizes.EXCHANGED else (OUT,)
+        return (
+            (OUT, IN)
+            if row is not None and row.joined and row.sizes is not Sizes.EXCHANGED
+            else (OUT,)
+        )
 
     @property
     def osu_share(self) -> bool:
@@ -132,21 +145,29 @@ class Operation:
         if row.sizes is Sizes.NONE:
             return Counts(0, 0, 0)
         part = count // ranks
-        return Counts(part, part if _gathers(row) else part * ranks, part if row.scattered else part * ranks)
+        return Counts(
+            part, part if _gathers(row) else part * ranks, part if row.scattered else part * ranks
+        )
 
     def factor(self, ranks: int) -> float:
-        """Bus bandwidth divided by algorithm bandwidth; 1 for what nccl-tests lacks, such as prefix reductions."""
+        """Bus bandwidth divided by algorithm bandwidth; 1 for what nccl-tests lacks, such as prefix
+        reductions."""
         row = self.collective
         if row is None:
             return 1.0
         if row.sizes is Sizes.NONE:
             return 0.0
         if row.in_place:
-            return 2 * (ranks - 1) / ranks if row.reduces and not row.rooted and not row.prefix else 1.0
+            return (
+                2 * (ranks - 1) / ranks
+                if row.reduces and not row.rooted and not row.prefix
+                else 1.0
+            )
         return (ranks - 1) / ranks
 
     def source(self, call: CallRank, count: int) -> list[SourceRange]:
-        """Contents of a rank's send array: an array, its part of the gathered one, or a part for each rank."""
+        """Contents of a rank's send array: an array, its part of the gathered one, or a part for
+        each rank."""
         row = self.collective
         if row is None:
             return [SourceRange(call.rank, 0, count)] if self.takes_part(call.rank) else []
@@ -158,15 +179,19 @@ class Operation:
         return [SourceRange(call.rank, 0, count if row.in_place else count * call.size)]
 
     def expected(self, call: CallRank, count: int) -> list[SourceRange]:
-        """Contents of a rank's receive array after the call, in parts of ``count`` elements; [] if undefined."""
-        return [SourceRange(giver, part * count, count) for giver, part in _delivered_parts(self, call)]
+        """Contents of a rank's receive array after the call, in parts of ``count`` elements; [] if
+        undefined."""
+        return [
+            SourceRange(giver, part * count, count) for giver, part in _delivered_parts(self, call)
+        ]
 
 
 def _gathers(row: Op) -> bool:
     return row.sizes in (Sizes.GATHERED, Sizes.GATHERED_FLAT)
 
 
-@cache  # its time grows with the square of the number of ranks, and every iteration is checked
+# Its time grows with the square of the number of ranks, and every iteration is checked.
+@cache
 def _delivered_parts(op: Operation, call: CallRank) -> list[tuple[int, int]]:
     """The giver and the part of its source data that each part of a rank's result has.
 
@@ -178,7 +203,8 @@ def _delivered_parts(op: Operation, call: CallRank) -> list[tuple[int, int]]:
         giver = 1 - rank if op.name == "latency" else (rank - 1) % size
         return [(giver, 0)] if op.takes_part(rank) else []
     if row.outputs in (Arity.ONE_AT_ROOT, Arity.PER_RANK_AT_ROOT) and rank != root:
-        return []  # undefined
+        # Undefined.
+        return []
 
     def given(giver: int) -> list[npt.NDArray[np.int64]]:
         ranges = op.source(CallRank(giver, size, root), 1)
@@ -187,23 +213,30 @@ def _delivered_parts(op: Operation, call: CallRank) -> list[tuple[int, int]]:
 
     evenly = np.ones((size, size), np.int64)
     delivered = []
-    for terms in reference.contributions(row.name, [given(r) for r in range(size)], rank, root, evenly):
+    for terms in reference.contributions(
+        row.name, [given(r) for r in range(size)], rank, root, evenly
+    ):
         for part in terms[0]:
             giver, i = divmod(int(part), size)
-            if row.reduces and not (row.exclusive and len(terms) == 1):  # which may be rank 0's own array
+            # Which may be rank 0's own array.
+            if row.reduces and not (row.exclusive and len(terms) == 1):
                 giver = REDUCED if len(terms) == size else REDUCED - len(terms)
             delivered.append((giver, i))
     return delivered
 
 
-_COLLECTIVES = [name for name, row in OPS.items() if not row.message and name not in _SINGLE.values()]
+_COLLECTIVES = [
+    name for name, row in OPS.items() if not row.message and name not in _SINGLE.values()
+]
 OPERATIONS = {
-    name: Operation(name, OPS.get(_SINGLE.get(name, name))) for name in (*_COLLECTIVES, "sendrecv", "latency")
+    name: Operation(name, OPS.get(_SINGLE.get(name, name)))
+    for name in (*_COLLECTIVES, "sendrecv", "latency")
 }
 
 
 def find_operation(text: str) -> Operation:
-    """The operation of a name: unicoll's, ``all_reduce_perf``, ``osu_allreduce``, ``alltoall``; else ValueError."""
+    """The operation of a name: unicoll's, ``all_reduce_perf``, ``osu_allreduce``, ``alltoall``;
+    else ValueError."""
     key = text.lower().replace("-", "_").removeprefix("osu_").removesuffix("_perf")
     key = re.sub("_(into_tensor|tensor|single)$", "", _NAMES.get(key, key)).replace("_", "")
     for op in OPERATIONS.values():

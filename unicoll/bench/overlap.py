@@ -1,9 +1,10 @@
 """Measures how much of an asynchronous operation's time is hidden behind computation.
 
-For each size and contender: the time of the operation alone, of a NumPy computation of the same duration alone, of both
-in sequence, and of the computation between the start of the operation and the wait for it. Two tasks of equal duration
-that overlap completely give a speed-up of 2. The computation is one thread on arrays that stay in the cache, so that it
-uses a core but no memory bandwidth.
+For each size and contender: the time of the operation alone, of a NumPy computation of the same
+duration alone, of both in sequence, and of the computation between the start of the operation and
+the wait for it. Two tasks of equal duration that overlap completely give a speed-up of 2. The
+computation is one thread on arrays that stay in the cache, so that it uses a core but no memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ class Computation:
             np.multiply(self._target, self._source, out=self._target)
 
     def calibrate(self, call: Call) -> None:
-        """Set the number of rounds so that it takes as long as ``call``; the result is the same on all ranks.
+        """Set the number of rounds so that it takes as long as ``call``; the result is the same on
+        all ranks.
 
-        All ranks calibrate at the same time, because they also compute at the same time in the measurement.
+        All ranks calibrate at the same time, because they also compute at the same time in the
+        measurement.
         """
         seconds = _average(call, 5)
-        for times in (3, 3, 5):  # each repetition is closer to the target duration
+        # Each repetition is closer to the target duration.
+        for times in (3, 3, 5):
             self._rounds = max(1, round(self._rounds * seconds / _average(self, times)))
 
 
@@ -57,7 +61,8 @@ def _average(call: Call, times: int) -> float:
 
 
 def _variants(series: Series, compute: Computation) -> list[Series]:
-    """What is timed for a contender, in the order of the columns; the asynchronous form is run once."""
+    """What is timed for a contender, in the order of the columns; the asynchronous form is run
+    once."""
     start, wait = series.contender.start(series.case, series.send, series.recv)
 
     def serial() -> None:
@@ -78,10 +83,13 @@ def _variants(series: Series, compute: Computation) -> list[Series]:
 def sweep(session: Session) -> bool:
     """Measure and print a line per size and contender; True if anything was measured."""
     session.print_line(
-        "#\n# times in us; speedup: serial / overlapped; overlap: part of the operation's time that is hidden"
+        "#\n# times in us; speedup: serial / overlapped; overlap: part of the operation's time that"
+        " is hidden"
     )
     names = "".join(f"  {name:>10}" for name in (*_COLUMNS, "speedup", "overlap"))
-    session.print_line(f"# {'size':>10}  {'type':>8}  {'redop':>6}{names}  {'#wrong':>6}   contender")
+    session.print_line(
+        f"# {'size':>10}  {'type':>8}  {'redop':>6}{names}  {'#wrong':>6}   contender"
+    )
     options = replace(
         session.options,
         turns=min(5, session.options.turns),
@@ -96,7 +104,9 @@ def sweep(session: Session) -> bool:
         every: list[Series] = []
         for series in session.series(size, dtype, redop, root, places=1):
             compute = Computation()
-            variants, problem = agreed(partial(_variants, series, compute), series.contender.refusals)
+            variants, problem = agreed(
+                partial(_variants, series, compute), series.contender.refusals
+            )
             if variants is not None:
                 compute.calibrate(series.run_once)
                 every += variants
@@ -126,7 +136,10 @@ def _print(session: Session, overlapped: Series, type_name: str, us: list[float]
     redop = case.redop if case.op.reduces else "none"
     times = "".join(f"  {each:10.1f}" for each in us)
     errors = "N/A" if wrong is None else str(wrong)
-    text = f"{size:12d}  {type_name:>8}  {redop:>6}{times}  {speedup:10.2f}  {hidden:10.0%}  {errors:>6}"
+    text = (
+        f"{size:12d}  {type_name:>8}  {redop:>6}{times}  {speedup:10.2f}  {hidden:10.0%} "
+        f" {errors:>6}"
+    )
     session.print_line(f"{text}   {label(name)}")
     entry: dict[str, Any] = {"size": size, "type": type_name, "redop": redop, "contender": name}
     entry |= {f"{column}_us": each for column, each in zip(_COLUMNS, us, strict=True)}

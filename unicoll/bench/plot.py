@@ -1,7 +1,7 @@
 """Latency and bus bandwidth over the size, one curve per contender, both axes logarithmic.
 
-Contenders differ in marker, dash and shade, so that the plot is readable in black and white. Its only input is the JSON
-of a run.
+Contenders differ in marker, dash and shade, so that the plot is readable in black and white. Its
+only input is the JSON of a run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def plot_problem(path: str) -> str | None:
 
 
 def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The entries of each curve, sorted by size. A label is a contender, with type, reduction and root if they vary.
+    """The entries of each curve, sorted by size. A label is a contender, with type, reduction and
+    root if they vary.
 
     Each entry has ``us`` and ``bus`` of the placement by which contenders are compared.
     """
@@ -61,7 +62,8 @@ def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(data: Mapping[str, Any], path: str) -> None:
-    """Plot a run, from its JSON, into a file whose suffix selects the format; OSError if it cannot be written."""
+    """Plot a run, from its JSON, into a file whose suffix selects the format; OSError if it cannot
+    be written."""
     import_module("matplotlib").use("Agg")
     pyplot: Any = import_module("matplotlib.pyplot")
     lines = curves(data)
@@ -88,7 +90,9 @@ def draw(data: Mapping[str, Any], path: str) -> None:
         pyplot.close(figure)
 
 
-def _panel(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]], key: str, label: str) -> None:
+def _panel(
+    axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]], key: str, label: str
+) -> None:
     for (marker, dash, shade), (name, entries) in zip(cycle(_STYLES), lines.items()):
         points = [(e["size"], e[key]) for e in entries if e[key]]
         axes.plot(
@@ -116,8 +120,11 @@ def _panel(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]], key: str
 
 
 def _ratios(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Below the curves, one row of numbers per curve except the first: its time divided by the first's."""
-    names = [name for name, entries in lines.items() if any(e["ratio"] is not None for e in entries)][1:]
+    """Below the curves, one row of numbers per curve except the first: its time divided by the
+    first's."""
+    names = [
+        name for name, entries in lines.items() if any(e["ratio"] is not None for e in entries)
+    ][1:]
     if not names:
         return
     first = next(iter(lines))
@@ -151,13 +158,16 @@ def _thinned(values: Sequence[int], limit: int) -> list[int]:
 
 
 def _title(data: Mapping[str, Any], columns: int) -> str:
-    """Operation, type, ranks and machine; below, each contender's transport in a line of ``columns`` characters."""
+    """Operation, type, ranks and machine; below, each contender's transport in a line of
+    ``columns`` characters."""
     results, machine = data["results"], data["machine"]
     types = sorted({e["type"] for e in results})
     redops = sorted({e["redop"] for e in results} - {"none"})
     hosts = {d["hostname"] for d in data["devices"]}
     hosts_text = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
-    subject = ", ".join([data["operation"], *(["/".join(types)] if len(types) < 4 else []), *redops[:3]])
+    subject = ", ".join(
+        [data["operation"], *(["/".join(types)] if len(types) < 4 else []), *redops[:3]]
+    )
     plotted = {e["contender"] for e in results}
     transports = "\n".join(
         textwrap.shorten(f"{label(name)}: {one['transport']}", columns, placeholder=" ...")
@@ -166,6 +176,6 @@ def _title(data: Mapping[str, Any], columns: int) -> str:
     )
     statistic = data["config"]["statistic"]
     return (
-        f"{subject}, {data['ranks']} ranks on {hosts_text} ({machine['cpu']}, {machine['cores']} cores), "
-        f"{statistic} of calls\n{transports}"
+        f"{subject}, {data['ranks']} ranks on {hosts_text} ({machine['cpu']}, {machine['cores']}"
+        f" cores), {statistic} of calls\n{transports}"
     )

@@ -1,4 +1,5 @@
-"""The JSON of a run: nccl-tests' format with each contender's statistics and a description of the machine."""
+"""The JSON of a run: nccl-tests' format with each contender's statistics and a description of the
+machine."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from unicoll.process.files import write_whole
 _FORMAT = 1
 """Version of nccl-tests' JSON format."""
 _TIME = "%Y-%m-%d %H:%M:%S"
-_VARIABLES = re.compile(r"(UNICOLL|OMP|NCCL|RCCL|HIP|HSA|OMPI_MCA|MPICH|MPIR_CVAR|FI|UCX|GLOO|CUDA)_")
+_VARIABLES = re.compile(
+    r"(UNICOLL|OMP|NCCL|RCCL|HIP|HSA|OMPI_MCA|MPICH|MPIR_CVAR|FI|UCX|GLOO|CUDA)_"
+)
 _SECRET = ("SECRET", "KEY", "TOKEN", "PASS")
 _FOLDERS = re.compile(r"(?<![\w/])/(?!/)(?:[^/:,;\s]+/)+")
 """The directories of a path, without its last part; does not match the slashes of a URL."""
@@ -38,8 +41,8 @@ def load_warning(load: float, cores: int) -> str | None:
     if load <= cores / 2:
         return None
     return (
-        f"load average {load:.1f} on {cores} cores: other processes run, or did within the last minute; times and"
-        " ratios vary"
+        f"load average {load:.1f} on {cores} cores: other processes run, or did within the last"
+        " minute; times and ratios vary"
     )
 
 
@@ -99,7 +102,8 @@ def device(rank: int, contenders: Sequence[Contender]) -> dict[str, Any]:
 
 
 def _environment() -> list[str]:
-    """Environment variables that affect the results, without secrets and with paths cut to their last part."""
+    """Environment variables that affect the results, without secrets and with paths cut to their
+    last part."""
     return [
         f"{name}={_FOLDERS.sub('.../', value)}"
         for name, value in sorted(os.environ.items())
@@ -134,7 +138,9 @@ def begin(
         "load_average": os.getloadavg(),
         "contenders": {name: {"transport": text} for name, text in transports.items()},
         "skipped_contenders": skipped,
-        "staging": {name: {"bytes_per_rank": n, "bytes_per_rank_after": n} for name, n in staging.items()},
+        "staging": {
+            name: {"bytes_per_rank": n, "bytes_per_rank_after": n} for name, n in staging.items()
+        },
         "explain": dist.explain().splitlines(),
         "results": [],
         "errors": [],
@@ -170,7 +176,9 @@ def _config(options: BenchOptions) -> dict[str, Any]:
     }
 
 
-def finish(data: dict[str, Any], failed: int, average: Mapping[str, float], minimum: float | None) -> Any:
+def finish(
+    data: dict[str, Any], failed: int, average: Mapping[str, float], minimum: float | None
+) -> Any:
     """The complete JSON, with nccl-tests' summary."""
     first = next(iter(average.values()), 0.0)
     for name, bandwidth in average.items():

@@ -1,4 +1,5 @@
-"""One run on one rank: open the contenders, measure every case, print the table on rank 0, and close."""
+"""One run on one rank: open the contenders, measure every case, print the table on rank 0, and
+close."""
 
 from __future__ import annotations
 
@@ -20,11 +21,17 @@ from unicoll.bench.operations import IN, OUT
 from unicoll.process.formatting import print_text
 
 _PLACES = {"both": (OUT, IN), "out": (OUT,), "in": (IN,)}
-_OVER_RANKS = ("of rank 0", "average over {n} ranks", "minimum of {n} ranks", "maximum of {n} ranks")
+_OVER_RANKS = (
+    "of rank 0",
+    "average over {n} ranks",
+    "minimum of {n} ranks",
+    "maximum of {n} ranks",
+)
 
 
 def run(options: BenchOptions) -> int:
-    """Measure as one rank of a job; returns the exit status. Rank 0 returns that of the run, other ranks 0.
+    """Measure as one rank of a job; returns the exit status. Rank 0 returns that of the run, other
+    ranks 0.
 
     An exception aborts the job also under MPI's launchers, which would let the other ranks wait.
     """
@@ -45,9 +52,15 @@ def run(options: BenchOptions) -> int:
 
 
 def _abort_mpi(reported: bool) -> None:
-    """Abort the MPI job of a failed rank: MPI does not notify the other ranks, which would wait forever."""
+    """Abort the MPI job of a failed rank: MPI does not notify the other ranks, which would wait
+    forever."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+    if (
+        mpi is not None
+        and mpi.Is_initialized()
+        and not mpi.Is_finalized()
+        and mpi.COMM_WORLD.size > 1
+    ):
         if not reported:
             traceback.print_exc()
             sys.stderr.flush()
@@ -96,7 +109,9 @@ class Session:
         devices: list[Any] = [None] * self.size
         dist.all_gather_object(devices, report.device(self.rank, self.contenders))
         transports = {contender.name: contender.describe() for contender in self.contenders}
-        self.data = report.begin(self.options, self.size, devices, transports, self._staging(), self.skipped)
+        self.data = report.begin(
+            self.options, self.size, devices, transports, self._staging(), self.skipped
+        )
         self._print_header()
         if self.options.overlap:
             from unicoll.bench.overlap import sweep
@@ -106,7 +121,9 @@ class Session:
             measured = self._sweep()
         for name, count in self._staging().items():
             if count > self.data["staging"][name]["bytes_per_rank"]:
-                self.print_once(f"{label(name)}: staging memory has grown to {count} bytes per rank")
+                self.print_once(
+                    f"{label(name)}: staging memory has grown to {count} bytes per rank"
+                )
                 self.data["staging"][name]["bytes_per_rank_after"] = count
         return self._finish(measured)
 
@@ -125,7 +142,9 @@ class Session:
     def _finish(self, measured: bool) -> int:
         options = self.options
         minimum = options.min_bandwidth
-        average = {name: sum(values) / len(values) for name, values in self._bandwidths.items() if values}
+        average = {
+            name: sum(values) / len(values) for name, values in self._bandwidths.items() if values
+        }
         if not (options.osu or options.overlap):
             for line in table.footer(self.failed, average, minimum, options.op.program):
                 self.print_line(line)
@@ -151,7 +170,7 @@ class Session:
             return False
         return True
 
-    # --- header -----------------------------------------------------------------------------------------------
+    # --- header -----------------------------------------------------------------------------------
 
     def _print_header(self) -> None:
         options, data = self.options, self.data
@@ -159,7 +178,9 @@ class Session:
         if warning := report.load_warning(load, len(os.sched_getaffinity(0))):
             self.print_line(f"# warning: {warning}")
         if options.osu:
-            kinds = {contender.device.partition(":")[0].upper() for contender in self.contenders} - {"CPU"}
+            kinds = {
+                contender.device.partition(":")[0].upper() for contender in self.contenders
+            } - {"CPU"}
             title = "unicoll.bench" if self.compared else label(self.contenders[0].name)
             header_fields = (
                 options.op,
@@ -177,23 +198,26 @@ class Session:
         self.print_line(f"# Collective test starting: {options.op.program}")
         self.print_line(
             f"# nThread 1 nGpus 1 minBytes {sizes[0]} maxBytes {sizes[-1]} step: {options.step}"
-            f" warmup iters: {options.warmup} iters: {options.iters or 'auto'} agg iters: {options.aggregate}"
-            f" validation: {options.checks} graph: 0 unalign: {options.unalign}"
+            f" warmup iters: {options.warmup} iters: {options.iters or 'auto'} agg iters:"
+            f" {options.aggregate} validation: {options.checks} graph: 0 unalign: {options.unalign}"
         )
         self.print_line("#\n# Using devices")
         for d in data["devices"]:
             self.print_line(
-                f"#  Rank {d['rank']:2d} Group {d['group']:2d} Pid {d['pid']:6d} on {d['hostname']:>10}"
-                f" device {d['device']:2d} [{d['device_hex']}] {d['device_info']}"
+                f"#  Rank {d['rank']:2d} Group {d['group']:2d} Pid {d['pid']:6d} on"
+                f" {d['hostname']:>10} device {d['device']:2d} [{d['device_hex']}]"
+                f" {d['device_info']}"
             )
         self.print_line("#")
         over = _OVER_RANKS[options.average].format(n=self.size)
         calls = f"{options.iters} calls" if options.iters else f"calls for {options.budget:g} s"
         self.print_line(
-            f"# machine: {report.cpu()}, {os.cpu_count()} cores, load average {load:.2f} at the start"
+            f"# machine: {report.cpu()}, {os.cpu_count()} cores, load average {load:.2f} at the"
+            " start"
         )
         self.print_line(
-            f"# time: {options.statistic} of a rank's calls, {over}; {calls} in {options.turns} turns"
+            f"# time: {options.statistic} of a rank's calls, {over}; {calls} in {options.turns}"
+            " turns"
         )
         transports = {name: entry["transport"] for name, entry in data["contenders"].items()}
         for name, transport in transports.items():
@@ -201,24 +225,29 @@ class Session:
         for name, entry in data["staging"].items():
             count = entry["bytes_per_rank"]
             self.print_line(
-                f"# staging: {count} bytes per rank ({transports[name]}), constant in the message size"
+                f"# staging: {count} bytes per rank ({transports[name]}), constant in the message"
+                " size"
             )
         if not options.overlap:
             self.print_line("#")
             for line in table.header(self.compared, options.host_time):
                 self.print_line(line)
 
-    # --- rows -------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
 
     def cases(self) -> Iterator[tuple[int, DType, str, str, int]]:
         """The parameters of each row: size in bytes, element type and its name, reduction, root."""
         options = self.options
         redops = options.redops if options.op.reduces else ("none",)
         roots = (options.roots or tuple(range(self.size))) if options.op.rooted else (-1,)
-        for type_name, redop, root, size in itertools.product(options.types, redops, roots, options.sizes):
+        for type_name, redop, root, size in itertools.product(
+            options.types, redops, roots, options.sizes
+        ):
             yield size, BY_NAME[TYPES[type_name]], type_name, redop, root
 
-    def _case(self, size: int, dtype: DType, redop: str, root: int, placement: str) -> BenchCase | None:
+    def _case(
+        self, size: int, dtype: DType, redop: str, root: int, placement: str
+    ) -> BenchCase | None:
         """The case of a row and a placement; None if a rank would have less than one element."""
         op = self.options.op
         if self.options.osu and op.osu_share:
@@ -259,22 +288,30 @@ class Session:
             self._bandwidths.setdefault(name, []).append(result["bus_bw"])
         first = rows.get(self.contenders[0].name)
         for name, row in rows.items():
-            iterations = max(row[place]["iterations"] for place in (OUT, IN) if row[place] is not None)
+            iterations = max(
+                row[place]["iterations"] for place in (OUT, IN) if row[place] is not None
+            )
             row |= {"actual_iterations": iterations, "experiment_name": name, "contender": name}
             row["ratio"] = None if first is None else self._ratio(row, first)
             self._print(row)
             self.data["results"].append(row)
         return True
 
-    def series(self, size: int, dtype: DType, redop: str, root: int, places: int = 2) -> Iterator[Series]:
-        """The series of a row, of the first ``places`` placements of ``--place`` that each contender supports.
+    def series(
+        self, size: int, dtype: DType, redop: str, root: int, places: int = 2
+    ) -> Iterator[Series]:
+        """The series of a row, of the first ``places`` placements of ``--place`` that each
+        contender supports.
 
-        Lines say what is missing: no such placement, or the reason of a contender that does not support the case.
+        Lines say what is missing: no such placement, or the reason of a contender that does not
+        support the case.
         """
         options = self.options
         for contender in self.contenders:
             name = label(contender.name)
-            placements = [p for p in contender.placements(options.op) if p in _PLACES[options.placements]]
+            placements = [
+                p for p in contender.placements(options.op) if p in _PLACES[options.placements]
+            ]
             if not placements:
                 text = "in place" if options.placements == "in" else "out of place"
                 self.print_once(f"{name} does not support {options.op.name} {text}")
@@ -290,15 +327,24 @@ class Session:
                     self.print_once(f"{name}, {place}, {dtype.name}, {redop}: {problem}")
 
     def _result(self, series: Series, stat: Stats, size: int) -> dict[str, Any]:
-        """The in-place or the out-of-place part of a row; ``calls`` has the untimed ones of a rank, too."""
+        """The in-place or the out-of-place part of a row; ``calls`` has the untimed ones of a rank,
+        too."""
         wrong = None
         if self.options.checks and series.contender.checked:
             wrong, failed = check(series, self.options.checks)
             self.failed += failed
         us = stat["us"][self.options.statistic]
         algorithm, bus = table.bandwidths(series.case.op, size, us, self.size)
-        result = {"cpu_time" if self.options.host_time else "time": us, "alg_bw": algorithm, "bus_bw": bus}
-        return result | {"nwrong": None if wrong is None else float(wrong), "calls": series.calls} | stat
+        result = {
+            "cpu_time" if self.options.host_time else "time": us,
+            "alg_bw": algorithm,
+            "bus_bw": bus,
+        }
+        return (
+            result
+            | {"nwrong": None if wrong is None else float(wrong), "calls": series.calls}
+            | stat
+        )
 
     def _ratio(self, row: table.Row, first: table.Row) -> float | None:
         for place in (*self.options.op.placements, IN, OUT):

@@ -1,7 +1,9 @@
-"""Formats nccl-tests' table, with two more columns if several contenders are measured, and OSU's table.
+"""Formats nccl-tests' table, with two more columns if several contenders are measured, and OSU's
+table.
 
 Widths and number formats are those of nccl-tests (src/util.cu) and of the OSU micro-benchmarks
-(https://mvapich.cse.ohio-state.edu/benchmarks/), so that tools that parse their output can parse this one.
+(https://mvapich.cse.ohio-state.edu/benchmarks/), so that tools that parse their output can parse
+this one.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from unicoll.bench.contenders import label
 from unicoll.bench.operations import IN, OUT, Operation
 
 Row = Mapping[str, Any]
-"""One contender's measurement of one size: an entry of the JSON's ``results``, in which numbers may be NaN."""
+"""One contender's measurement of one size: an entry of the JSON's ``results``, in which numbers may
+be NaN."""
 _NAME = 19
 
 
 def compared_result(op: Operation, row: Row) -> dict[str, Any] | None:
-    """The result by which contenders are compared: that of the operation's first measured placement."""
+    """The result by which contenders are compared: that of the operation's first measured
+    placement."""
     return next((row[name] for name in (*op.placements, IN, OUT) if row[name] is not None), None)
 
 
@@ -48,7 +52,7 @@ def bandwidths(op: Operation, size: int, us: float, ranks: int) -> tuple[float, 
     return algorithm, algorithm * op.factor(ranks)
 
 
-# --- nccl-tests' ----------------------------------------------------------------------------------------------------
+# --- nccl-tests' ----------------------------------------------------------------------------------
 
 
 def header(compared: bool, cpu_time: bool = False) -> list[str]:
@@ -59,14 +63,19 @@ def header(compared: bool, cpu_time: bool = False) -> list[str]:
     widths = (10, 12, 8, 6, 6, *(7, 6, 6, 6) * 2)
     lines = [f"#{'out-of-place':>74}{'in-place':>31}{'':10}"]
     for columns, more in ((names, ("contender", "ratio")), (units, ("", ""))):
-        text = "# " + "  ".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
+        text = "# " + "  ".join(
+            f"{column:>{width}}" for column, width in zip(columns, widths, strict=True)
+        )
         lines.append(f"{text}   {more[0]:<{_NAME}}  {more[1]:>7}" if compared else f"{text} ")
     return lines
 
 
 def line(row: Row, compared: bool) -> str:
     """One line of the table. A placement that was not measured is printed as N/A."""
-    text = f"{row['size']:12d}  {row['count']:12d}  {row['type']:>8}  {row['redop']:>6}  {row['root']:>6}"
+    text = (
+        f"{row['size']:12d}  {row['count']:12d}  {row['type']:>8}  {row['redop']:>6} "
+        f" {row['root']:>6}"
+    )
     for name in (OUT, IN):
         result = row[name]
         if result is None:
@@ -83,19 +92,23 @@ def _comparison(row: Row) -> str:
     return f"   {label(row['contender']):<{_NAME}}  {ratio:>7}"
 
 
-def footer(failed: int, average: Mapping[str, float], minimum: float | None, program: str) -> list[str]:
-    """The lines below the table; the first contender's average must reach 90 % of NCCL_TESTS_MIN_BW (``minimum``)."""
+def footer(
+    failed: int, average: Mapping[str, float], minimum: float | None, program: str
+) -> list[str]:
+    """The lines below the table; the first contender's average must reach 90 % of NCCL_TESTS_MIN_BW
+    (``minimum``)."""
     lines = [f"# {'Out of bounds values':<20} : {failed} {'FAILED' if failed else 'OK'}"]
     for i, (name, bandwidth) in enumerate(average.items()):
         verdict = "" if minimum is None or i else ("FAILED" if bandwidth < minimum * 0.9 else "OK")
         suffix = [label(name)] if len(average) > 1 else []
         lines.append(
-            f"# {'Avg bus bandwidth':<20} : {bandwidth:g} " + " ".join(filter(None, [verdict, *suffix]))
+            f"# {'Avg bus bandwidth':<20} : {bandwidth:g} "
+            + " ".join(filter(None, [verdict, *suffix]))
         )
     return [*lines, "#", f"# Collective test concluded: {program}", "#"]
 
 
-# --- OSU's ----------------------------------------------------------------------------------------------------------
+# --- OSU's ----------------------------------------------------------------------------------------
 
 _MPI_NAMES = {
     "int8": "MPI_SIGNED_CHAR",
@@ -128,7 +141,8 @@ def osu_header(
 
 
 def osu_line(op: Operation, row: Row, ranks: int, full: bool, compared: bool) -> str:
-    """One line of OSU's table: the mean over the ranks of each rank's mean, and their minimum and maximum."""
+    """One line of OSU's table: the mean over the ranks of each rank's mean, and their minimum and
+    maximum."""
     result = compared_result(op, row)
     assert result is not None
     us = time_us(result)

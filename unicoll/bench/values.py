@@ -1,12 +1,13 @@
 """Source data of checked calls, and their expected results.
 
-Source data depends on the rank, the element index and the iteration, so that a result of the previous iteration, a
-duplicated contribution or misplaced elements are detected. The numbers are small integers (powers of two for products),
-chosen so that the result is exact in the element type if the number of ranks allows it; then it is compared exactly.
-Otherwise (averages, many ranks with a short type, compression) the tolerance is a few rounding errors.
+Source data depends on the rank, the element index and the iteration, so that a result of the
+previous iteration, a duplicated contribution or misplaced elements are detected. The numbers are
+small integers (powers of two for products), chosen so that the result is exact in the element type
+if the number of ranks allows it; then it is compared exactly. Otherwise (averages, many ranks with
+a short type, compression) the tolerance is a few rounding errors.
 
-Data repeats after :data:`PERIOD` elements, a prime, so that large arrays are generated and compared quickly, and
-elements that are misplaced by any power of two are still detected.
+Data repeats after :data:`PERIOD` elements, a prime, so that large arrays are generated and compared
+quickly, and elements that are misplaced by any power of two are still detected.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ _PRODUCT_RANKS = 6
 
 
 def _package(dtype: DType) -> tuple[Any, Any]:
-    """torch and its type for one that NumPy lacks; None and that of ml_dtypes if torch is not imported.
+    """torch and its type for one that NumPy lacks; None and that of ml_dtypes if torch is not
+    imported.
 
-    ml_dtypes is not imported into programs with torch, since unicoll converts with the packages that are imported.
+    ml_dtypes is not imported into programs with torch, since unicoll converts with the packages
+    that are imported.
     """
     if "torch" not in sys.modules and find_spec("ml_dtypes") is not None:
         return None, numpy_dtype(dtype.name)
@@ -55,13 +58,16 @@ def _package(dtype: DType) -> tuple[Any, Any]:
 
 
 def encoded(numbers: Numbers, dtype: DType) -> Flat:
-    """Numbers as elements (in ``dtype.storage``), rounded to the nearest; Unsupported if no package has the type."""
+    """Numbers as elements (in ``dtype.storage``), rounded to the nearest; Unsupported if no package
+    has the type."""
     if dtype.native:
         return numbers.astype(dtype.storage)
     torch, kind = _package(dtype)
     if torch is None:
         return numbers.astype(kind).view(dtype.storage)
-    bits: Flat = torch.from_numpy(numbers).to(kind).view(getattr(torch, f"int{8 * dtype.itemsize}")).numpy()
+    bits: Flat = (
+        torch.from_numpy(numbers).to(kind).view(getattr(torch, f"int{8 * dtype.itemsize}")).numpy()
+    )
     return bits.view(dtype.storage)
 
 
@@ -72,7 +78,9 @@ def decoded(elements: Flat, dtype: DType) -> Numbers:
     torch, kind = _package(dtype)
     if torch is None:
         return np.asarray(elements.view(kind), np.float64)
-    numbers: Numbers = torch.from_numpy(elements.view(f"i{dtype.itemsize}")).view(kind).double().numpy()
+    numbers: Numbers = (
+        torch.from_numpy(elements.view(f"i{dtype.itemsize}")).view(kind).double().numpy()
+    )
     return numbers
 
 
@@ -84,7 +92,8 @@ def _mantissa(dtype: DType) -> int:
 
 
 class Values:
-    """Source data and expected results of one element type and one of :data:`REDOPS`, None without reduction.
+    """Source data and expected results of one element type and one of :data:`REDOPS`, None without
+    reduction.
 
     ``compression`` is that of the contributions and of the result of a sum or average.
     """
@@ -102,18 +111,22 @@ class Values:
         if compression:
             part = _ROUNDING[compression]
             total = self._max_value * (1 if redop == "avg" else ranks)
-            self.error = total * (part + part * (1 + part)) * 1.001  # of the contributions, and of the result
+            # Of the contributions, and of the result.
+            self.error = total * (part + part * (1 + part)) * 1.001
         if dtype.kind == "f":
-            rounding = 2.0 ** -_mantissa(dtype)  # of one operation, relative to its result
+            # Of one operation, relative to its result.
+            rounding = 2.0 ** -_mantissa(dtype)
             if sums and share > exact:
                 self.tolerance = 2 * ranks * rounding
             elif redop == "avg" and ranks & (ranks - 1):
-                # NCCL multiplies every contribution by 1/n before it adds: one rounding each, one per addition.
+                # NCCL multiplies every contribution by 1/n before it adds: one rounding each, one
+                # per addition.
                 self.tolerance = ranks * rounding
 
     def numbers(self, rank: int, iteration: int) -> Numbers:
         """One period of a rank's source data."""
-        random = np.random.RandomState([rank, iteration])  # the same numbers in all versions of NumPy
+        # The same numbers in all versions of NumPy.
+        random = np.random.RandomState([rank, iteration])
         if self.redop == "prod":
             if rank >= _PRODUCT_RANKS:
                 return np.ones(PERIOD)
@@ -125,8 +138,11 @@ class Values:
         return numbers
 
     def reduced(self, iteration: int, ranks: int | None = None) -> Numbers:
-        """One period of the reduction of the source data of the first ``ranks`` ranks, or of all."""
-        fold = {"prod": np.multiply, "min": np.minimum, "max": np.maximum}.get(self.redop or "", np.add)
+        """One period of the reduction of the source data of the first ``ranks`` ranks, or of
+        all."""
+        fold = {"prod": np.multiply, "min": np.minimum, "max": np.maximum}.get(
+            self.redop or "", np.add
+        )
         result = self.numbers(0, iteration)
         for rank in range(1, self.ranks if ranks is None else ranks):
             fold(result, self.numbers(rank, iteration), out=result)
@@ -153,14 +169,16 @@ class Values:
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def poison(self, count: int) -> Flat:
-        """Initial contents of receive arrays, which differ from every result (except a few one-byte integers)."""
+        """Initial contents of receive arrays, which differ from every result (except a few one-byte
+        integers)."""
         if self.dtype.kind != "f":
             pattern = 0x5A5A5A5A5A5A5A5A & ((1 << (8 * self.dtype.itemsize - 1)) - 1)
             return np.full(count, pattern, self.dtype.storage)
         return np.full(count, encoded(np.array([-1.5]), self.dtype)[0])
 
     def idle(self, count: int) -> Flat:
-        """Contents of arrays during timed calls: a repeated in-place reduction does not change them."""
+        """Contents of arrays during timed calls: a repeated in-place reduction does not change
+        them."""
         one = np.array([0.0 if self.redop in ("sum", "mulsum", "exact", None) else 1.0])
         return np.full(count, encoded(one, self.dtype)[0])
 
@@ -169,7 +187,8 @@ class Values:
         start = found = 0
         for source in ranges:
             part = got[start : start + source.length]
-            found += source.length - part.size  # missing elements of a short array
+            # Missing elements of a short array.
+            found += source.length - part.size
             found += self._compare(part, self._period(source, iteration))
             start += source.length
         return found
@@ -182,7 +201,9 @@ class Values:
         found = 0
         for start in range(0, got.size, PERIOD * _ROWS):
             chunk = got[start : start + PERIOD * _ROWS]
-            found += self._count(decoded(chunk, self.dtype) if is_float else chunk, expected[: chunk.size])
+            found += self._count(
+                decoded(chunk, self.dtype) if is_float else chunk, expected[: chunk.size]
+            )
         return found
 
     def _count(self, got: Flat, expected: Flat) -> int:

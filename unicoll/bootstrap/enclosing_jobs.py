@@ -1,8 +1,9 @@
-"""Jobs that enclose this process's: of a launcher that was started within another job, and of a rank's subprocess.
+"""Jobs that enclose this process's: of a launcher that was started within another job, and of a
+rank's subprocess.
 
-A process inherits the variables of all launchers above it. Of launchers whose rank or size differ, the innermost one
-has started this process: the one whose variables fewer of the process's ancestors have. The variables with which an
-ancestor was started are in ``/proc``.
+A process inherits the variables of all launchers above it. Of launchers whose rank or size differ,
+the innermost one has started this process: the one whose variables fewer of the process's ancestors
+have. The variables with which an ancestor was started are in ``/proc``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 _ADDRESSES = ("UNICOLL_STORE", "MASTER_ADDR", "MASTER_PORT")
 _JOINED = "UNICOLL_JOINED"
-"""Set by a process that has joined its launcher's job, for its subprocesses: its id, and which job."""
+"""Set by a process that has joined its launcher's job, for its subprocesses: its id, and which
+job."""
 
 
 def ancestors() -> list[tuple[str, int]]:
@@ -43,25 +45,32 @@ def ancestors() -> list[tuple[str, int]]:
 
 
 def own_environment(environ: Environ = os.environ) -> Environ:
-    """The environment without the variables of launchers of enclosing jobs, as far as they contradict the innermost.
+    """The environment without the variables of launchers of enclosing jobs, as far as they
+    contradict the innermost.
 
-    Where the ancestors do not tell which launcher is the innermost one, the order of the table decides.
+    Where the ancestors do not tell which launcher is the innermost one, the order of the table
+    decides.
 
     Raises:
-        DistArgumentError: that order would take RANK and WORLD_SIZE, and MPI's launcher has started more processes.
+        DistArgumentError: that order would take RANK and WORLD_SIZE, and MPI's launcher has started
+            more processes.
     """
     rows = _rows(environ)
     values = {
-        name: (environ[name].strip(), size and environ[size].strip()) for name, (_, size) in rows.items()
+        name: (environ[name].strip(), size and environ[size].strip())
+        for name, (_, size) in rows.items()
     }
     if len({*values.values()}) < 2:
         return environ
     inherited = [*_initial_environments()]
     ages = {name: _age(row, environ, inherited) for name, (row, _) in rows.items()}
-    inner = min(rows, key=lambda name: ages[name])  # the first of several
+    # The first of several.
+    inner = min(rows, key=lambda name: ages[name])
     outer = {name for name in rows if ages[name] > ages[inner] and values[name] != values[inner]}
     if inner == TORCH_STYLE.rank:
-        _check_size({name: pair for name, pair in rows.items() if ages[name] == ages[inner]}, environ)
+        _check_size(
+            {name: pair for name, pair in rows.items() if ages[name] == ages[inner]}, environ
+        )
     return {
         name: value
         for name, value in environ.items()
@@ -93,30 +102,34 @@ def _check_size(rows: dict[str, tuple[LauncherRow, str | None]], environ: Enviro
         if int(environ[other]) > int(size):
             raise DistArgumentError(
                 f"{TORCH_STYLE.rank}={environ[TORCH_STYLE.rank]}, {name}={size} contradict"
-                f" {row.rank}={environ[row.rank]}, {other}={environ[other]} ({row.name}): unset those of the launcher"
-                " that has not started the ranks, or pass rank=, world_size= and init_method="
+                f" {row.rank}={environ[row.rank]}, {other}={environ[other]} ({row.name}): unset"
+                " those of the launcher that has not started the ranks, or pass rank=, world_size="
+                " and init_method="
             )
 
 
 def _initial_environments() -> Iterator[dict[str, str]]:
-    """The environments with which this process and its ancestors were started, as far as they can be read."""
+    """The environments with which this process and its ancestors were started, as far as they can
+    be read."""
     for pid in (os.getpid(), *(pid for _, pid in ancestors())):
         try:
             entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # another user's process
+        except OSError:
+            # Another user's process.
             return
         pairs = (os.fsdecode(entry).partition("=") for entry in entries)
         yield {name: value for name, _, value in pairs}
 
 
 def _age(row: LauncherRow, environ: Environ, inherited: list[dict[str, str]]) -> int:
-    """How many processes have inherited a launcher's variables; 0 if this process has set them itself."""
+    """How many processes have inherited a launcher's variables; 0 if this process has set them
+    itself."""
     names = (row.rank, *row.size, *row.local_rank, *row.local_size, *row.node_rank, *row.job)
     values = {name: environ[name] for name in names if name in environ}
     return sum(1 for _ in takewhile(lambda before: values.items() <= before.items(), inherited))
 
 
-# --- subprocesses of a rank ------------------------------------------------------------------------------------------
+# --- subprocesses of a rank -----------------------------------------------------------------------
 
 
 def mark_joined(launched: LaunchInfo, environ: Environ = os.environ) -> None:
@@ -135,8 +148,11 @@ def unmark_joined() -> None:
         del os.environ[_JOINED]
 
 
-def refuse_subprocess(detect: Callable[[], LaunchInfo | None], environ: Environ = os.environ) -> None:
-    """Raise DistArgumentError if an ancestor of this process has joined the job of the same variables."""
+def refuse_subprocess(
+    detect: Callable[[], LaunchInfo | None], environ: Environ = os.environ
+) -> None:
+    """Raise DistArgumentError if an ancestor of this process has joined the job of the same
+    variables."""
     pid, _, identity = environ.get(_JOINED, "").partition(" ")
     launched = detect() if identity else None
     if launched is None or identity != _identity(launched, environ):
@@ -144,9 +160,10 @@ def refuse_subprocess(detect: Callable[[], LaunchInfo | None], environ: Environ 
     name = next((name for name, ancestor in ancestors() if str(ancestor) == pid), None)
     if name is not None:
         raise DistArgumentError(
-            f"rank {launched.rank} of {launched.world_size} ({launched.source}) has joined already: process {pid}"
-            f" ({name}), of which this process, {os.getpid()}, is a subprocess. It cannot join the same job; for"
-            " another one pass rank=, world_size= and init_method=, or start it by a launcher"
+            f"rank {launched.rank} of {launched.world_size} ({launched.source}) has joined already:"
+            f" process {pid} ({name}), of which this process, {os.getpid()}, is a subprocess. It"
+            " cannot join the same job; for another one pass rank=, world_size= and init_method=,"
+            " or start it by a launcher"
         )
 
 

@@ -1,4 +1,5 @@
-"""What init_process_group would use in this environment, for ``explain()`` before initialization."""
+"""What init_process_group would use in this environment, for ``explain()`` before
+initialization."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from unicoll.net.wire.secret import find_secret
 
 
 def lines(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Launcher, rank, store, secret, interface, backends and devices, one line each; makes no connection."""
+    """Launcher, rank, store, secret, interface, backends and devices, one line each; makes no
+    connection."""
     found = [*_identity(environ)]
     try:
         secret = find_secret(environ)
@@ -26,7 +28,8 @@ def lines(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _devices(device_type: str) -> list[str]:
-    """The runtime and each device of a type; empty without devices, since the backend's line has the reason."""
+    """The runtime and each device of a type; empty without devices, since the backend's line has
+    the reason."""
     if runtimes.reason_against(device_type) is not None:
         return []
     runtime = runtimes.runtime(device_type)
@@ -39,7 +42,9 @@ def _devices(device_type: str) -> list[str]:
             known = [f"compute capability {capability}"] if facts.capability != (0, 0) else []
             known += [facts.bus, facts.uuid]
             memory = f"{facts.memory / 2**30:.1f} GiB"
-            found.append(f"{device_type}:{device}: {', '.join([facts.name, memory, *filter(None, known)])}")
+            found.append(
+                f"{device_type}:{device}: {', '.join([facts.name, memory, *filter(None, known)])}"
+            )
     except DistError as e:
         return [f"{runtime.name}: {e}"]
     return found
@@ -51,15 +56,20 @@ def _identity(environ: Mapping[str, str]) -> list[str]:
     except DistError as e:
         return [f"rank: {e}"]
     if launched is None:
-        reason = "; ".join(launchers.near_misses(environ)) or "no variables of a known launcher are set"
+        reason = (
+            "; ".join(launchers.near_misses(environ)) or "no variables of a known launcher are set"
+        )
         return [f"no launcher: {reason}"]
-    found = [f"rank {launched.rank} of {launched.world_size}: from {launched.source} ({launched.name})"]
+    found = [
+        f"rank {launched.rank} of {launched.world_size}: from {launched.source} ({launched.name})"
+    ]
     master = launched.master_addr
     if environ.get("UNICOLL_STORE"):
         found.append(f"store: {environ['UNICOLL_STORE']} (UNICOLL_STORE)")
     elif master is not None and launched.master_port is not None:
         found.append(
-            f"store: {interfaces.join_hostport(master, launched.master_port)} ({launched.master_source})"
+            f"store: {interfaces.join_hostport(master, launched.master_port)}"
+            f" ({launched.master_source})"
         )
     else:
         found.append(f"store: {launched.master_hint}")

@@ -10,14 +10,15 @@ from unicoll.net.stores import HashStore, PrefixStore
 from unicoll.net.wire.secret import Secret, new_key
 
 override: str | None = None
-"""Name of the backend of ``init_process_group``, whatever the program asks for; None for the program's own. For
-``python -m unicoll.trace.summary``."""
+"""Name of the backend of ``init_process_group``, whatever the program asks for; None for the
+program's own. For ``python -m unicoll.trace.summary``."""
 
 
 def rendezvous(
     init_method: str | None, rank: int, world_size: int, environ: Mapping[str, str] = os.environ
 ) -> Rendezvous:
-    """Rank and world size as :func:`unicoll.bootstrap.rendezvous.rendezvous` finds them; a store in this process."""
+    """Rank and world size as :func:`unicoll.bootstrap.rendezvous.rendezvous` finds them; a store in
+    this process."""
     notes: list[str] = []
     url = parse_init_method(init_method if init_method is not None else "env://")
     this_rank, size, launched = members(url, rank, world_size, environ, notes)

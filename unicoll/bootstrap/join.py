@@ -38,7 +38,8 @@ from unicoll.process.timeouts import seconds_left
 log = logs.logger("job")
 
 _EXIT_NOTE_S = 0.3
-"""Seconds to wait for the launcher's note on how a rank ended; it polls its workers ten times a second."""
+"""Seconds to wait for the launcher's note on how a rank ended; it polls its workers ten times a
+second."""
 
 
 Backends = str | Sequence[BackendChoice] | None
@@ -56,7 +57,8 @@ def join(
     name: str = "",
     secret: Secret | None = None,
 ) -> Job:
-    """:func:`run_rendezvous`, then :func:`join_job`; again if the rendezvous was that of an earlier job."""
+    """:func:`run_rendezvous`, then :func:`join_job`; again if the rendezvous was that of an earlier
+    job."""
     started = time.monotonic()
     backend = fake_job.override or backend
     while True:
@@ -69,7 +71,10 @@ def join(
             log.info("the store has the record of an earlier job: %s; reading it again", error)
             continue
         log.info(
-            "joined as rank %d of %d in %.3f s", found.rank, found.world_size, time.monotonic() - started
+            "joined as rank %d of %d in %.3f s",
+            found.rank,
+            found.world_size,
+            time.monotonic() - started,
         )
         return job
 
@@ -84,15 +89,19 @@ def run_rendezvous(
     name: str = "",
     secret: Secret | None = None,
 ) -> Rendezvous:
-    """Find the other processes, with the arguments of :func:`unicoll.join`; ``store`` may also be a location.
+    """Find the other processes, with the arguments of :func:`unicoll.join`; ``store`` may also be a
+    location.
 
     A job with a name whose ranks are given is not the launcher's.
 
     Raises:
-        DistArgumentError: arguments and environment do not give rank and world size, or contradict each other; a
-            variable of unicoll has an unknown value; the process is a subprocess of one that has joined in its place.
-        BackendUnavailableError: MPI was requested by name, but was not started with the other processes.
-        AuthenticationError, DistStoreError, DistNetworkError: as :func:`unicoll.bootstrap.rendezvous.rendezvous`.
+        DistArgumentError: arguments and environment do not give rank and world size, or contradict
+            each other; a variable of unicoll has an unknown value; the process is a subprocess of
+            one that has joined in its place.
+        BackendUnavailableError: MPI was requested by name, but was not started with the other
+            processes.
+        AuthenticationError, DistStoreError, DistNetworkError: as
+            :func:`unicoll.bootstrap.rendezvous.rendezvous`.
     """
     apply_environment()
     # a backend that cannot be used fails before other ranks wait for this one
@@ -102,7 +111,8 @@ def run_rendezvous(
     given = gives_members(init_method, rank, world_size)
     use_launcher = not (name and given)
     if not given and store is None:
-        enclosing_jobs.refuse_subprocess(mpi_launch.detect)  # before it could start MPI
+        # Before it could start MPI.
+        enclosing_jobs.refuse_subprocess(mpi_launch.detect)
     mpi = MPIJobStart(rank, world_size)
     if use_launcher:
         named = backend if isinstance(backend, str) else None
@@ -128,12 +138,14 @@ def run_rendezvous(
 
 
 def apply_environment() -> None:
-    """Check unicoll's variables and apply the debug level, before anything else that joining a job does.
+    """Check unicoll's variables and apply the debug level, before anything else that joining a job
+    does.
 
     Raises:
         DistArgumentError: a variable has an unknown value.
     """
-    _install_excepthook()  # first: errors are shown without unicoll's frames
+    # First: errors are shown without unicoll's frames.
+    _install_excepthook()
     environment.check()
     debug_level.apply()
     environment.warn_of_unknown()
@@ -142,13 +154,17 @@ def apply_environment() -> None:
 def join_job(
     rendezvous: Rendezvous, backend: Backends, timeout: float, join_timeout: float, name: str = ""
 ) -> Job:
-    """Join the job of a rendezvous; returns when all ranks have joined. On an error ``rendezvous`` is closed too.
+    """Join the job of a rendezvous; returns when all ranks have joined. On an error ``rendezvous``
+    is closed too.
 
-    At the end of the interpreter the process leaves the job, with the exception that has ended the program.
+    At the end of the interpreter the process leaves the job, with the exception that has ended the
+    program.
 
     Raises:
-        BackendUnavailableError: the backend cannot be used on this machine; the message has the reason.
-        DistArgumentError: UNICOLL_CHANNEL requires protection, but other processes may have the job's key.
+        BackendUnavailableError: the backend cannot be used on this machine; the message has the
+            reason.
+        DistArgumentError: UNICOLL_CHANNEL requires protection, but other processes may have the
+            job's key.
         OperationTimeoutError: not all ranks joined in time; the message has the missing ones.
     """
     launched = rendezvous.launched
@@ -174,7 +190,9 @@ def join_job(
         if rendezvous.world_size > 1 and not rendezvous.trusted:
             refuse_protection()
         job.allows_pickle = rendezvous.trusted and bool(environment.flag("UNICOLL_ALLOW_PICKLE"))
-        job.choices = choose(job, backend) if backend is None or isinstance(backend, str) else backend
+        job.choices = (
+            choose(job, backend) if backend is None or isinstance(backend, str) else backend
+        )
         for cls in {c.cls for c in job.choices}:
             cls.prepare(job)
         if job.size > 1 and not job.fake:
@@ -198,7 +216,8 @@ def join_job(
             with suppress(DistError):
                 publish_refusal(job.store, job.rank, e)
         leave(job, e)
-        job.error = None  # its traceback has frames that have the job
+        # Its traceback has frames that have the job.
+        job.error = None
         raise
     chosen = [f"{c.device} arrays: backend {backend_text(c.name)}: {c.why}" for c in job.choices]
     job.notes = [*rendezvous.notes, *chosen]
@@ -239,18 +258,21 @@ def leave(job: Job, error: BaseException | None = None) -> None:
         job.leaving()
     groups = [*job.groups]
     job.groups.clear()
-    with job.cleanup.pop_all() as cleanup:  # after an exception the rest is still closed
+    # After an exception the rest is still closed.
+    with job.cleanup.pop_all() as cleanup:
         for group in groups:
             cleanup.callback(group.close)
         if error is not None and not isinstance(error, SystemExit):
             ended = DistError(f"this process ended with {type(error).__name__}: {error}")
             mark_delivered(ended)
             for group in groups:
-                group.abort_on_this_rank(ended)  # pending operations must not block the exit
+                # Pending operations must not block the exit.
+                group.abort_on_this_rank(ended)
 
 
 def end_group(job: Job, group: ProcessGroup, reason: str) -> None:
-    """Destroy a group; calls of other ranks in it, which may not know of a loss yet, raise. The job is not left."""
+    """Destroy a group; calls of other ranks in it, which may not know of a loss yet, raise. The job
+    is not left."""
     control = job.control
     if control is not None and control.group_failure(group.name) is None:
         died = [rank for rank in control.died if rank in group.ranks]
@@ -262,8 +284,8 @@ def end_group(job: Job, group: ProcessGroup, reason: str) -> None:
 def _remove_keys(job: Job) -> None:
     """On the last rank that leaves a job with a name, remove its keys if the store outlives it.
 
-    The ranks' claims stay until the next rendezvous of that name, so that no process of a later job takes part in this
-    one.
+    The ranks' claims stay until the next rendezvous of that name, so that no process of a later job
+    takes part in this one.
     """
     rendezvous = job.rendezvous
     if job.name and job.error is None and not rendezvous.store_ends_with_rank_0:
@@ -275,11 +297,12 @@ def _remove_keys(job: Job) -> None:
                         store.delete_key(key)
 
 
-# --- the end of other ranks -----------------------------------------------------------------------------------------
+# --- the end of other ranks -----------------------------------------------------------------------
 
 
 def _exit_note_reader(rendezvous: Rendezvous) -> Callable[[int], str | None] | None:
-    """A reader of the launcher's notes on how ranks ended; None if unicoll's launcher does not host the store."""
+    """A reader of the launcher's notes on how ranks ended; None if unicoll's launcher does not host
+    the store."""
     if rendezvous.launched is None or rendezvous.launched.name != "unicoll":
         return None
 
@@ -312,7 +335,7 @@ def _describe_exit(status: int, cause: str) -> str:
         return f"killed by signal {-status}"
 
 
-# --- the end of this process ----------------------------------------------------------------------------------------
+# --- the end of this process ----------------------------------------------------------------------
 
 _exit_cause: BaseException = SystemExit()
 _hook_installed = False
@@ -322,7 +345,8 @@ _joined: list[Job] = []
 
 @lru_cache(maxsize=1)
 def _register_exit_handler() -> None:
-    """Once per process, when it has joined a job: at exit it leaves its jobs; a forked child is in none of them."""
+    """Once per process, when it has joined a job: at exit it leaves its jobs; a forked child is in
+    none of them."""
     _install_excepthook()
     atexit.register(_leave_all)
     fork_safety.in_child(_forget_all)
@@ -330,12 +354,14 @@ def _register_exit_handler() -> None:
 
 def _leave_all() -> None:
     try:
-        with ExitStack() as leaving:  # an exception in one does not keep the others open; the newest is first
+        # An exception in one does not keep the others open; the newest is first.
+        with ExitStack() as leaving:
             for job in [*_joined]:
                 leaving.callback(leave, job, _exit_cause)
     except DistError as error:
         log.error(
-            "no call has raised this error, so the program ends with an exit code other than 0: %s", error
+            "no call has raised this error, so the program ends with an exit code other than 0: %s",
+            error,
         )
         if isinstance(_exit_cause, SystemExit):
             sys.stderr = _FailingAtEnd(sys.stderr)
@@ -344,9 +370,9 @@ def _leave_all() -> None:
 class _FailingAtEnd:
     """Standard error for a program that has come to its end, but has failed.
 
-    An exception in a function that is called at exit does not change the exit code, and ``os._exit`` would leave out
-    what other libraries do at exit. But the interpreter ends with exit code 120 if it cannot flush the standard streams
-    (documented with ``sys.exit``).
+    An exception in a function that is called at exit does not change the exit code, and
+    ``os._exit`` would leave out what other libraries do at exit. But the interpreter ends with exit
+    code 120 if it cannot flush the standard streams (documented with ``sys.exit``).
     """
 
     def __init__(self, stream: Any) -> None:
@@ -357,7 +383,8 @@ class _FailingAtEnd:
 
     def flush(self) -> None:
         self._stream.flush()
-        if sys.is_finalizing():  # after the functions that are called at exit, which may write, too
+        # After the functions that are called at exit, which may write, too.
+        if sys.is_finalizing():
             raise OSError("the program has failed")
 
 
@@ -372,16 +399,19 @@ def _forget_all() -> None:
 
 
 def set_exit_cause(error: BaseException) -> None:
-    """Record the exception that ends this program, for the other ranks: an uncaught one, or SystemExit with its code.
+    """Record the exception that ends this program, for the other ranks: an uncaught one, or
+    SystemExit with its code.
 
-    ``sys.excepthook`` is not called for a SystemExit, so the launcher's bootstrap, which runs the program, records it.
+    ``sys.excepthook`` is not called for a SystemExit, so the launcher's bootstrap, which runs the
+    program, records it.
     """
     global _exit_cause
     _exit_cause = error
 
 
 def _install_excepthook() -> None:
-    """Once per process: record the exception that ends the program, and print it without unicoll's frames."""
+    """Once per process: record the exception that ends the program, and print it without unicoll's
+    frames."""
     global _hook_installed
     if not _hook_installed:
         _hook_installed = True

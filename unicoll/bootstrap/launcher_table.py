@@ -18,12 +18,16 @@ class LauncherRow:
     Attributes:
         name: the value of :attr:`unicoll.bootstrap.launchers.LaunchInfo.name`.
         rank, size: both must be set, or the row does not apply.
-        local_rank, local_size, node_rank: optional. A size may be a Slurm-style list by node, ``"2(x3),1"``.
-        marker: a variable that must also be set (to any value), if several launchers share the others.
-        exclude: returns why the row does not apply although its variables are set; None if it applies.
+        local_rank, local_size, node_rank: optional. A size may be a Slurm-style list by node,
+            ``"2(x3),1"``.
+        marker: a variable that must also be set (to any value), if several launchers share the
+            others.
+        exclude: returns why the row does not apply although its variables are set; None if it
+            applies.
         job: variables that together are equal on all ranks of a job and differ between jobs.
-        agents: names of the launcher's own process on each host (as the kernel truncates them: 15 characters).
-            If no ``job`` variable is set, the process id of that ancestor distinguishes the jobs of one host.
+        agents: names of the launcher's own process on each host (as the kernel truncates them: 15
+            characters). If no ``job`` variable is set, the process id of that ancestor
+            distinguishes the jobs of one host.
         address, port: of rank 0.
         nodelist: the job's hosts, in Slurm's bracket notation; rank 0 runs on the first one.
         reorders: returns True if rank 0 may run on another host of the list.
@@ -59,7 +63,8 @@ class LauncherRow:
         )
 
     def size_variable(self, environ: Environ) -> str | None:
-        """The name of the variable with the size; None if there is none, and the row is incomplete."""
+        """The name of the variable with the size; None if there is none, and the row is
+        incomplete."""
         return first_set(self.size, environ)
 
 
@@ -68,12 +73,14 @@ def first_set(names: tuple[str, ...], environ: Environ) -> str | None:
     return next((name for name in names if environ.get(name, "").strip()), None)
 
 
-# Slurm numbers the steps of a job from 0; ids from 0xfffffff0 are reserved: batch script, interactive shell, extern.
+# Slurm numbers the steps of a job from 0; ids from 0xfffffff0 are reserved: batch script,
+# interactive shell, extern.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 def _not_a_slurm_task(environ: Environ) -> str | None:
-    """Slurm sets SLURM_PROCID=0 and SLURM_NTASKS also for a batch script, which is one process, not NTASKS."""
+    """Slurm sets SLURM_PROCID=0 and SLURM_NTASKS also for a batch script, which is one process, not
+    NTASKS."""
     step = environ.get("SLURM_STEP_ID", "")
     if not step:
         return "SLURM_PROCID is set, but SLURM_STEP_ID is not: not started by srun"
@@ -86,18 +93,21 @@ def _not_a_slurm_task(environ: Environ) -> str | None:
 
 
 def _is_arbitrary(environ: Environ) -> bool:
-    """True if srun took the order of the ranks from the user (-m arbitrary); the node list is sorted nevertheless."""
+    """True if srun took the order of the ranks from the user (-m arbitrary); the node list is
+    sorted nevertheless."""
     return environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
 
 
 def _started_in_a_pod(environ: Environ) -> str | None:
-    """mpirun in a pod, whose processes have the pod's variables and one of these, from which MPI takes the size."""
+    """mpirun in a pod, whose processes have the pod's variables and one of these, from which MPI
+    takes the size."""
     name = next((name for name in ("PMIX_RANK", "PALS_RANKID") if name in environ), None)
     return name and f"{name} was set by an MPI launcher in this pod"
 
 
 def _not_one_rank_per_pod(environ: Environ) -> str | None:
-    """Kubeflow gives each pod the flags of torchrun, which unirun reads, too; with one process a pod is a rank."""
+    """Kubeflow gives each pod the flags of torchrun, which unirun reads, too; with one process a
+    pod is a rank."""
     for name in ("PET_NPROC_PER_NODE", "PET_NNODES"):
         text = environ.get(name, "1")
         if not text.isdigit() or (name == "PET_NPROC_PER_NODE" and text != "1"):
@@ -121,7 +131,8 @@ TORCH_STYLE = LauncherRow(
 )
 
 HYDRA = LauncherRow(
-    "mpich",  # MPICH's Hydra, Cray MPICH, Microsoft MPI: all of PMI's first version
+    # MPICH's Hydra, Cray MPICH, Microsoft MPI: all of PMI's first version.
+    "mpich",
     rank="PMI_RANK",
     size=("PMI_SIZE",),
     local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
@@ -133,10 +144,13 @@ HYDRA = LauncherRow(
 
 LAUNCHERS: tuple[LauncherRow, ...] = (
     replace(TORCH_STYLE, name="unicoll", marker="UNICOLL_LAUNCHER", job=("TORCHELASTIC_RUN_ID",)),
-    replace(TORCH_STYLE, name="torchrun", marker="TORCHELASTIC_RUN_ID", job=("TORCHELASTIC_RUN_ID",)),
+    replace(
+        TORCH_STYLE, name="torchrun", marker="TORCHELASTIC_RUN_ID", job=("TORCHELASTIC_RUN_ID",)
+    ),
     TORCH_STYLE,
     LauncherRow(
-        "openmpi",  # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the rank of the node
+        # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the rank of the node.
+        "openmpi",
         rank="OMPI_COMM_WORLD_RANK",
         size=("OMPI_COMM_WORLD_SIZE",),
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
@@ -146,7 +160,8 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         mpi=True,
     ),
     LauncherRow(
-        "jsrun",  # with Spectrum MPI it sets Open MPI's variables, too
+        # With Spectrum MPI it sets Open MPI's variables, too.
+        "jsrun",
         rank="JSM_NAMESPACE_RANK",
         size=("JSM_NAMESPACE_SIZE",),
         local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
@@ -154,7 +169,8 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         mpi=True,
     ),
     LauncherRow(
-        "flux",  # before Slurm, which may have started Flux itself, and PMI, which Flux provides
+        # Before Slurm, which may have started Flux itself, and PMI, which Flux provides.
+        "flux",
         rank="FLUX_TASK_RANK",
         size=("FLUX_JOB_SIZE",),
         local_rank=("FLUX_TASK_LOCAL_ID",),
@@ -170,7 +186,10 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         exclude=_set_by_slurm,
         job=("PMIX_NAMESPACE",),
         mpi=True,
-        hint="PMIx has the size in its server, not in the environment: start with mpirun, or set PMIX_SIZE",
+        hint=(
+            "PMIx has the size in its server, not in the environment: start with mpirun, or set"
+            " PMIX_SIZE"
+        ),
     ),
     LauncherRow(
         "mvapich2",
@@ -230,7 +249,9 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         one_per_host=True,
     ),
     LauncherRow(
-        "kubernetes",  # a pod of an indexed Job, or of a JobSet with one; the address of pod 0 differs between jobs
+        # A pod of an indexed Job, or of a JobSet with one; the address of pod 0 differs between
+        # jobs.
+        "kubernetes",
         rank="JOB_COMPLETION_INDEX",
         size=("WORLD_SIZE",),
         node_rank=("JOB_COMPLETION_INDEX",),

@@ -1,8 +1,9 @@
 """The launcher of this process: rank, size and address from the environment.
 
-The rows of :data:`LAUNCHERS` are tried in order and never combined: the first row whose rank *and* size are set gives
-all values. Under ``srun --mpi=pmix``, for example, ``PMIX_RANK`` is set without a size, so its row is skipped, and the
-complete Slurm row is used. Variables of an enclosing job do not count (:mod:`unicoll.bootstrap.enclosing_jobs`).
+The rows of :data:`LAUNCHERS` are tried in order and never combined: the first row whose rank *and*
+size are set gives all values. Under ``srun --mpi=pmix``, for example, ``PMIX_RANK`` is set without
+a size, so its row is skipped, and the complete Slurm row is used. Variables of an enclosing job do
+not count (:mod:`unicoll.bootstrap.enclosing_jobs`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from unicoll.errors import DistArgumentError
 from unicoll.net.wire.interfaces import parse_port
 
 PORT_BASE = 20000
-"""First port derived from a job's id; the last one is below 32768, where Linux's ephemeral ports begin."""
+"""First port derived from a job's id; the last one is below 32768, where Linux's ephemeral ports
+begin."""
 PORT_SPAN = 12000
 
 
@@ -27,17 +29,19 @@ class LaunchInfo:
     """The information of the launcher's environment.
 
     Attributes:
-        name: the row's name: ``"unicoll"``, ``"torchrun"``, ``"environment"``, ``"openmpi"``, ``"slurm"``...
+        name: the row's name: ``"unicoll"``, ``"torchrun"``, ``"environment"``, ``"openmpi"``,
+            ``"slurm"``...
         local_rank, local_world_size: the same among the processes of this host; None if unknown.
         node_rank: index of this host among the job's hosts; None if unknown.
         source: the variables of these numbers, with their values, as text.
         started_by_mpi: True if MPI is the default backend of host arrays for this launcher.
-        master_addr, master_port: rank 0's address; None if unknown, and then ``master_hint`` says what to set.
+        master_addr, master_port: rank 0's address; None if unknown, and then ``master_hint`` says
+            what to set.
         master_source: where address and port come from, as text.
-        port_fixed: True if ``master_port`` was specified; else it is derived from the job's id, and rank 0 may use one
-            of the next few ports if it is occupied.
-        job: text that is equal on all ranks of the job and, as far as the launcher allows, different between jobs;
-            ``""`` if unknown.
+        port_fixed: True if ``master_port`` was specified; else it is derived from the job's id, and
+            rank 0 may use one of the next few ports if it is occupied.
+        job: text that is equal on all ranks of the job and, as far as the launcher allows,
+            different between jobs; ``""`` if unknown.
     """
 
     name: str
@@ -64,11 +68,12 @@ class LaunchInfo:
 def detect(environ: Environ = os.environ) -> LaunchInfo | None:
     """The information of the first complete row of :data:`LAUNCHERS`; None if none is complete.
 
-    A process of a Slurm allocation that srun has not started (a batch script, a shell) has no launcher.
+    A process of a Slurm allocation that srun has not started (a batch script, a shell) has no
+    launcher.
 
     Raises:
-        DistArgumentError: a variable of that row is not a number, is negative, or contradicts another one, or those of
-            another launcher.
+        DistArgumentError: a variable of that row is not a number, is negative, or contradicts
+            another one, or those of another launcher.
     """
     environ = own_environment(environ)
     for row in LAUNCHERS:
@@ -102,13 +107,17 @@ def has_rank_without_size() -> bool:
     """True if an MPI launcher has set a rank, but no size, in the environment."""
     try:
         environ = own_environment()
-    except DistArgumentError:  # of two sizes, of which the rendezvous needs one, unless it has arguments
+    except DistArgumentError:
+        # Of two sizes, of which the rendezvous needs one, unless it has arguments.
         return False
-    return any(row.mpi and row.applies(environ) and row.size_variable(environ) is None for row in LAUNCHERS)
+    return any(
+        row.mpi and row.applies(environ) and row.size_variable(environ) is None for row in LAUNCHERS
+    )
 
 
 def near_misses(environ: Environ = os.environ) -> list[str]:
-    """Why rows with some of their variables set do not apply, one sentence each; for error messages."""
+    """Why rows with some of their variables set do not apply, one sentence each; for error
+    messages."""
     reasons: list[str] = []
     for row in LAUNCHERS:
         if row.marker is not None:
@@ -125,7 +134,8 @@ def near_misses(environ: Environ = os.environ) -> list[str]:
 
 
 def is_torchelastic_launched(environ: Environ = os.environ) -> bool:
-    """True if torchrun started this process: ``TORCHELASTIC_RUN_ID`` is set (torch.distributed's rule)."""
+    """True if torchrun started this process: ``TORCHELASTIC_RUN_ID`` is set (torch.distributed's
+    rule)."""
     return environ.get("TORCHELASTIC_RUN_ID") is not None
 
 
@@ -166,7 +176,8 @@ def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
 def _master(
     row: LauncherRow, environ: Environ, job: str, *, single_host: bool
 ) -> tuple[str | None, int | None, str]:
-    """Rank 0's address and port, and where they come from: variables, else derived from the hosts and the job's id."""
+    """Rank 0's address and port, and where they come from: variables, else derived from the hosts
+    and the job's id."""
     sources: list[str] = []
     reordered = row.reorders is not None and row.reorders(environ)
     nodelist = first_set(row.nodelist, environ) if not reordered else None
@@ -190,7 +201,8 @@ def _master(
 def address_hint(
     row: LauncherRow, address: str | None, port: int | None, *, single_host: bool = False
 ) -> str:
-    """What to set for the rendezvous if a launcher's variables lack the address or the port of rank 0; else ``""``."""
+    """What to set for the rendezvous if a launcher's variables lack the address or the port of rank
+    0; else ``""``."""
     missing = []
     if address is None:
         missing.append("MASTER_ADDR (the address of rank 0's host)")
@@ -199,7 +211,8 @@ def address_hint(
     if not missing:
         return ""
     wanted = (
-        f"set {' and '.join(missing)} on every rank, or pass init_method='tcp://host:port' or 'file:///path'"
+        f"set {' and '.join(missing)} on every rank, or pass init_method='tcp://host:port' or"
+        " 'file:///path'"
     )
     if row is TORCH_STYLE:
         return wanted
@@ -261,7 +274,8 @@ def _local_size(
 def first_host(text: str) -> str:
     """The first host of a list in Slurm's notation, such as ``"n[08-11,20],gpu-a[0-1]b[2,4]"``.
 
-    Commas outside brackets separate patterns. A bracket holds numbers and ranges, and a pattern any number of brackets.
+    Commas outside brackets separate patterns. A bracket holds numbers and ranges, and a pattern any
+    number of brackets.
 
     Raises:
         DistArgumentError: the text is not such a list.

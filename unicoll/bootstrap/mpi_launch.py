@@ -23,10 +23,11 @@ class MPIJobStart(NamedTuple):
 
     Attributes:
         rank, world_size: -1 to read them from the launcher.
-        launched: the launcher's information from MPI or the environment; None if the rendezvous reads it.
+        launched: the launcher's information from MPI or the environment; None if the rendezvous
+            reads it.
         store: opens a store over MPI; None if MPI is not used.
-        spare_store: opens one if the rendezvous has no address: MPI's launcher has started the job, but MPI was not
-            requested for arrays.
+        spare_store: opens one if the rendezvous has no address: MPI's launcher has started the job,
+            but MPI was not requested for arrays.
         started: True if MPI is used, even if only for the store.
         reason: why MPI is not used for arrays although its launcher started the job; "" otherwise.
         notes: for explain().
@@ -45,15 +46,18 @@ class MPIJobStart(NamedTuple):
 def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MPIJobStart:
     """Start MPI if it is chosen: by name, or because its launcher started the job.
 
-    If the launcher's variables put all ranks on this host, the rendezvous uses MPI, but MPI is not the default for
-    arrays: the CPU backend is faster within a host (docs/hpc.md has measurements). All ranks make the same choice: if
-    one rank's host has as many ranks as the job, then all ranks are on that host and have equal variables.
+    If the launcher's variables put all ranks on this host, the rendezvous uses MPI, but MPI is not
+    the default for arrays: the CPU backend is faster within a host (docs/hpc.md has measurements).
+    All ranks make the same choice: if one rank's host has as many ranks as the job, then all ranks
+    are on that host and have equal variables.
 
-    As in torch.distributed, MPI determines rank and size: if it is requested by name, ``rank`` and ``world_size`` have
-    no effect. If the launcher's variables do not contain the size, it is read from MPI.
+    As in torch.distributed, MPI determines rank and size: if it is requested by name, ``rank`` and
+    ``world_size`` have no effect. If the launcher's variables do not contain the size, it is read
+    from MPI.
 
     Raises:
-        BackendUnavailableError: MPI was requested by name, but was not started with the other processes.
+        BackendUnavailableError: MPI was requested by name, but was not started with the other
+            processes.
     """
     by_name = "mpi" in re.split("[:,]", (backend or "").lower())
     detected = detect()
@@ -86,7 +90,9 @@ def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MP
         reason = f"{ranks}, where the CPU backend is faster than MPI; backend='mpi' uses MPI"
     if by_name and launched.started_by_mpi:
         if (rank, world_size) not in ((-1, -1), (launched.rank, launched.world_size)):
-            notes.append(f"rank={rank}, world_size={world_size} have no effect: MPI determines them")
+            notes.append(
+                f"rank={rank}, world_size={world_size} have no effect: MPI determines them"
+            )
         rank = world_size = -1
     store = registry.mpi_store if world.stores else None
     return MPIJobStart(rank, world_size, launched, store, None, True, reason, tuple(notes))
@@ -105,19 +111,25 @@ def _spare_store(launched: LaunchInfo, deadline: float) -> Store:
             return registry.mpi_store(deadline)
         reason = _reason_against(launched, world, launched.world_size)
     raise DistArgumentError(
-        f"no address for the rendezvous: {launched.master_hint}; without one MPI is used, but {reason}"
+        f"no address for the rendezvous: {launched.master_hint}; without one MPI is used, but"
+        f" {reason}"
     )
 
 
 @lru_cache(maxsize=1)
 def _warn(launched: LaunchInfo | None, reason: str | None) -> None:
-    """Once per process, on rank 0: mpirun started several ranks, but MPI cannot be used. Not for srun, which also
-    starts jobs without MPI."""
-    if launched is None or launched.rank != 0 or launched.world_size == 1 or launched.name == "slurm":
+    """Once per process, on rank 0: mpirun started several ranks, but MPI cannot be used. Not for
+    srun, which also starts jobs without MPI."""
+    if (
+        launched is None
+        or launched.rank != 0
+        or launched.world_size == 1
+        or launched.name == "slurm"
+    ):
         return
     log.warning(
-        "mpirun (%s) started this job, but MPI cannot be used: %s. Arrays in host memory use backend 'gloo';"
-        " backend='gloo' avoids this warning",
+        "mpirun (%s) started this job, but MPI cannot be used: %s. Arrays in host memory use"
+        " backend 'gloo'; backend='gloo' avoids this warning",
         launched.source,
         reason,
     )
@@ -127,7 +139,8 @@ def detect() -> LaunchInfo | None:
     """The launcher's information; None also if its variables are wrong."""
     try:
         return launchers.detect()
-    except DistArgumentError:  # the rendezvous raises it if it needs the launcher
+    except DistArgumentError:
+        # The rendezvous raises it if it needs the launcher.
         return None
 
 
@@ -135,11 +148,18 @@ def _reason_against(launched: LaunchInfo, world: registry.MPIWorld, world_size: 
     """Why MPI cannot be used by processes that another launcher has started."""
     in_mpi = f"rank {world.rank} of {world.size} for {world.library}"
     if launched.name == "mpi":
-        return f"this is {in_mpi}, which no mpirun has started: use `mpirun -n {max(world_size, 2)} python script.py`"
+        return (
+            f"this is {in_mpi}, which no mpirun has started: use `mpirun -n {max(world_size, 2)}"
+            " python script.py`"
+        )
     launcher = f"{launched.name} ({launched.source})"
     ranks = f"this is rank {launched.rank} of {launched.world_size} for {launcher}, but {in_mpi}"
     if launched.name == "slurm":
-        return f"{ranks}: start with srun --mpi=pmix or --mpi=pmi2, as the library was built for, or with its mpirun"
+        return (
+            f"{ranks}: start with srun --mpi=pmix or --mpi=pmi2, as the library was built for, or"
+            " with its mpirun"
+        )
     return (
-        f"{ranks}: start with that library's `mpirun -n {launched.world_size} python script.py`, or with srun"
+        f"{ranks}: start with that library's `mpirun -n {launched.world_size} python script.py`, or"
+        " with srun"
     )

@@ -1,11 +1,14 @@
-"""The members of a group that replaces one that has lost ranks, agreed on in a store that outlives the lost ranks.
+"""The members of a group that replaces one that has lost ranks, agreed on in a store that outlives
+the lost ranks.
 
-Recoveries are numbered rounds. Each process that takes part stores a record of itself under its launcher's rank in the
-next round. The process whose record completes the round, or with fewer members one whose deadline has passed, stores
-the list of members, with compare_set: all see one list, and those that are in it form the group. A process that is not
-in the list goes on to the next round. So a process that died after it had stored its record is replaced in the same
-round by the record of the process started in its place, or else the members miss it when they join, and meet in the
-next round. A member that gives up a round, and a process whose rank has another process in the list, announce it.
+Recoveries are numbered rounds. Each process that takes part stores a record of itself under its
+launcher's rank in the next round. The process whose record completes the round, or with fewer
+members one whose deadline has passed, stores the list of members, with compare_set: all see one
+list, and those that are in it form the group. A process that is not in the list goes on to the next
+round. So a process that died after it had stored its record is replaced in the same round by the
+record of the process started in its place, or else the members miss it when they join, and meet in
+the next round. A member that gives up a round, and a process whose rank has another process in the
+list, announce it.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from unicoll.process.timeouts import Timeout, seconds_left
 log = logs.logger("job")
 
 _WAIT_S = 0.25
-"""Seconds of one wait for the list of members; then the round's number and the deadline are checked."""
+"""Seconds of one wait for the list of members; then the round's number and the deadline are
+checked."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Round(NamedTuple):
     store: Store
 
     def apply_to(self, found: Members) -> Members:
-        """Rank, size and the namespace in the store for the rendezvous of the members; ``found`` is the launcher's."""
+        """Rank, size and the namespace in the store for the rendezvous of the members; ``found`` is
+        the launcher's."""
         found.location.namespace += f"/recovery/{self.number}"
         ranks = [member.rank for member in self.members]
         return replace(
@@ -106,7 +111,8 @@ class Round(NamedTuple):
 
     @contextmanager
     def watched(self, location: StoreLocation) -> Iterator[None]:
-        """In the block, calls of the location's store raise GroupAbortedError once a member has given up the round."""
+        """In the block, calls of the location's store raise GroupAbortedError once a member has
+        given up the round."""
         watching: list[_WatchedStore] = []
 
         def wrap(store: Store) -> Store:
@@ -120,7 +126,8 @@ class Round(NamedTuple):
 
 
 class _WatchedStore(PrefixStore):
-    """A view of a store, with the same keys; its calls raise GroupAbortedError once another store has a key."""
+    """A view of a store, with the same keys; its calls raise GroupAbortedError once another store
+    has a key."""
 
     def __init__(self, store: Store, other: Store, flag: str) -> None:
         super().__init__("", store)
@@ -149,20 +156,28 @@ class _WatchedStore(PrefixStore):
 
 
 def form_round(
-    found: Members, root: Store, own: Member, last: int, deadline: float, min_size: int | None = None
+    found: Members,
+    root: Store,
+    own: Member,
+    last: int,
+    deadline: float,
+    min_size: int | None = None,
 ) -> Round:
-    """Take part in the next round whose members are not known yet; returns once this process is one of them.
+    """Take part in the next round whose members are not known yet; returns once this process is one
+    of them.
 
     Args:
         found: rank, size and the location of the store as the launcher gives them.
         root: the open store.
         own: this process.
-        last: number of the last round that this process has seen, 0 without one: the store may be a new one.
+        last: number of the last round that this process has seen, 0 without one: the store may be a
+            new one.
         deadline: on the clock of ``time.monotonic``.
         min_size: from the deadline on this number of members suffices; None: all are needed.
 
     Raises:
-        OperationTimeoutError: too few processes took part until the deadline; names those that did not.
+        OperationTimeoutError: too few processes took part until the deadline; names those that did
+            not.
         RankLostError: a rank will not take part: its program has ended without an error.
         DistStoreError, DistNetworkError: the store cannot be reached, or has other values.
     """
@@ -186,19 +201,27 @@ def form_round(
 
 
 def _announce_loss(formed: Round, own: Member) -> None:
-    """If another process of this rank is a member of the round, announce that it has ended: the others may wait."""
+    """If another process of this rank is a member of the round, announce that it has ended: the
+    others may wait."""
     if own.rank in [member.rank for member in formed.members]:
         formed.give_up()
 
 
 def _take_part(
-    store: Store, number: int, own: Member, size: int, deadline: float, min_size: int | None, root: Store
+    store: Store,
+    number: int,
+    own: Member,
+    size: int,
+    deadline: float,
+    min_size: int | None,
+    root: Store,
 ) -> list[Member]:
     """The members of a round; none if later rounds have been formed and this one has not."""
     list_key = f"{number}/members"
     own_key = _key(number, own.rank)
     store.set(own_key, _packed([own]))
-    if store.check([_key(number, rank) for rank in range(size)]):  # true for the last one that arrives
+    # True for the last one that arrives.
+    if store.check([_key(number, rank) for rank in range(size)]):
         members = _form(store, number, size, size)
     else:
         members = None
@@ -211,7 +234,9 @@ def _take_part(
             return [] if found is None else _unpacked(found)
         if min_size is None and root.check([ENDED_KEY]):
             rank = int(root.get(ENDED_KEY))
-            raise RankLostError(f"recover: rank {rank} has ended its program", rank=rank, op="recover")
+            raise RankLostError(
+                f"recover: rank {rank} has ended its program", rank=rank, op="recover"
+            )
         if time.monotonic() >= deadline:
             members = _form(store, number, size, size if min_size is None else min_size)
             if members is None:
@@ -221,7 +246,8 @@ def _take_part(
 
 
 def _form(store: Store, number: int, size: int, least: int) -> list[Member] | None:
-    """The members of a round, from now on unchangeable: those that have taken part, or a list stored before.
+    """The members of a round, from now on unchangeable: those that have taken part, or a list
+    stored before.
 
     None: there are fewer than ``least``.
     """
@@ -240,7 +266,8 @@ def _timeout(
     missing = [rank for rank in _missing(store, number, size) if rank != own.rank]
     least = f"at least {min_size} of " if min_size is not None else ""
     error = OperationTimeoutError(
-        f"recover: {least}{size} ranks are needed, and {ranks_text(missing)} did not take part in time",
+        f"recover: {least}{size} ranks are needed, and {ranks_text(missing)} did not take part in"
+        " time",
         op="recover",
     )
     error.missing = missing

@@ -36,7 +36,8 @@ log = logs.logger("job")
 Environ = Mapping[str, str]
 
 PORTS_TO_TRY = 8
-"""Number of ports for rank 0's store if none was specified: rank 0 uses the first free one, the others search them."""
+"""Number of ports for rank 0's store if none was specified: rank 0 uses the first free one, the
+others search them."""
 
 _BUILT_IN = ("env", "file", "tcp")
 _handlers: dict[str, Handler] = {}
@@ -50,19 +51,21 @@ class Rendezvous:
         store: the store that all ranks share, in the namespace of this rendezvous.
         root: the same store without the namespace, for keys of unicoll's launcher.
         secret: the key of the data connections' handshakes (never empty), and its source.
-        trusted: True if only holders of the job's secret, processes that MPI has started, or processes of this user
-            (verified by the owner of their sockets or of the store's open file, or since they are threads of this
-            process) can have taken part. Equal on all ranks, unless one of them cannot verify it.
+        trusted: True if only holders of the job's secret, processes that MPI has started, or
+            processes of this user (verified by the owner of their sockets or of the store's open
+            file, or since they are threads of this process) can have taken part. Equal on all
+            ranks, unless one of them cannot verify it.
         listen_addresses: the addresses of data connections, best first.
         launched: the launcher's information, if it applies to this rendezvous.
         notes: what was chosen, from which source and why; one line each.
         mpi_started: True if MPI is used, even if only for the store.
-        mpi_reason: why MPI is not used for arrays although its launcher started the job; "" otherwise.
+        mpi_reason: why MPI is not used for arrays although its launcher started the job; ""
+            otherwise.
         store_ends_with_rank_0: True if the store may end with rank 0's process.
         address: of the store, and its source, for messages.
         exit_keys: those of :class:`Members`.
-        replaced: returns True once another rendezvous has begun in the store (on rank 0: raises DistStoreError); None
-            on other ranks if the store has no earlier job's values.
+        replaced: returns True once another rendezvous has begun in the store (on rank 0: raises
+            DistStoreError); None on other ranks if the store has no earlier job's values.
         fake: True if there are no other processes (:mod:`unicoll.bootstrap.fake_job`).
     """
 
@@ -97,8 +100,9 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
     """Register a handler for ``init_method="<scheme>://..."`` (torch.distributed's function).
 
     ``handler(url, rank=..., world_size=..., timeout=...)`` is a generator function that yields one
-    ``(store, rank, world_size)``. The URL also has rank and world size in its query, as torch's handlers
-    expect; ``timeout`` is a ``timedelta``. The generator is closed together with the rendezvous.
+    ``(store, rank, world_size)``. The URL also has rank and world size in its query, as torch's
+    handlers expect; ``timeout`` is a ``timedelta``. The generator is closed together with the
+    rendezvous.
 
     Raises:
         DistArgumentError: the scheme has a handler, or is not a valid scheme.
@@ -112,7 +116,8 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 @dataclass
 class Members:
-    """The members of a rendezvous and the location of its store, before this process meets the others.
+    """The members of a rendezvous and the location of its store, before this process meets the
+    others.
 
     Attributes:
         rank, world_size: of this process, and of all.
@@ -148,9 +153,19 @@ def rendezvous(
     secret: Secret | None = None,
     use_launcher: bool = True,
 ) -> Rendezvous:
-    """Find the other processes of the job: :func:`find_members`, then :func:`meet`, with all their errors."""
+    """Find the other processes of the job: :func:`find_members`, then :func:`meet`, with all their
+    errors."""
     found = find_members(
-        init_method, rank, world_size, store, environ, launched, mpi_store, spare_store, secret, use_launcher
+        init_method,
+        rank,
+        world_size,
+        store,
+        environ,
+        launched,
+        mpi_store,
+        spare_store,
+        secret,
+        use_launcher,
     )
     if name:
         found.location.namespace += f"/{name}"
@@ -169,12 +184,14 @@ def find_members(
     secret: Secret | None = None,
     use_launcher: bool = True,
 ) -> Members:
-    """Rank, world size and location of the store, from the arguments and the environment; opens nothing.
+    """Rank, world size and location of the store, from the arguments and the environment; opens
+    nothing.
 
     Args:
-        init_method: ``"env://"`` (None means it), ``"tcp://host:port"``, ``"file:///path"`` or a registered
-            scheme; rank and world size may be in the query, ``?rank=0&world_size=4``.
-        rank, world_size: -1 if the query or the launcher gives them; arguments have priority over the launcher.
+        init_method: ``"env://"`` (None means it), ``"tcp://host:port"``, ``"file:///path"`` or a
+            registered scheme; rank and world size may be in the query, ``?rank=0&world_size=4``.
+        rank, world_size: -1 if the query or the launcher gives them; arguments have priority over
+            the launcher.
         store: a store that all ranks share, or its location, instead of an init method.
         launched: the launcher's information; None reads it from the environment.
         mpi_store: opens a store over MPI, if MPI has been chosen; used if MASTER_ADDR is not set.
@@ -185,12 +202,12 @@ def find_members(
     With ``env://`` the store is the launcher's (``UNICOLL_STORE=host:port``), or rank 0 hosts it at
     ``MASTER_ADDR`` and ``MASTER_PORT`` or at the address of the launcher's variables
     (:mod:`unicoll.bootstrap.launchers`). torchrun's agent listens on ``MASTER_PORT`` itself
-    (``TORCHELASTIC_USE_AGENT_STORE=True``); then rank 0 uses the first free one of the next eight ports. A world of
-    size 1 without an address opens no port.
+    (``TORCHELASTIC_USE_AGENT_STORE=True``); then rank 0 uses the first free one of the next eight
+    ports. A world of size 1 without an address opens no port.
 
     Raises:
-        DistArgumentError: rank or world size is missing, contradictory or out of range, the URL or a variable
-            is invalid; the message says what to set.
+        DistArgumentError: rank or world size is missing, contradictory or out of range, the URL or
+            a variable is invalid; the message says what to set.
     """
     if store is not None and init_method is not None:
         raise DistArgumentError("give init_method or store, not both")
@@ -201,12 +218,18 @@ def find_members(
     if not use_launcher:
         launched = None
     secret = secret or find_secret(environ)
-    location = _location(url, rank, world_size, store, launched, secret, environ, mpi_store, spare_store)
+    location = _location(
+        url, rank, world_size, store, launched, secret, environ, mpi_store, spare_store
+    )
     exit_keys = [*map(exit_key, range(world_size))]
-    return Members(rank, world_size, launched, secret, location, notes, store is not None, exit_keys)
+    return Members(
+        rank, world_size, launched, secret, location, notes, store is not None, exit_keys
+    )
 
 
-def meet(found: Members, timeout: float = 300.0, environ: Environ = os.environ, name: str = "") -> Rendezvous:
+def meet(
+    found: Members, timeout: float = 300.0, environ: Environ = os.environ, name: str = ""
+) -> Rendezvous:
     """The rendezvous of these members.
 
     Args:
@@ -215,18 +238,23 @@ def meet(found: Members, timeout: float = 300.0, environ: Environ = os.environ, 
 
     Raises:
         AuthenticationError: the ranks have different secrets.
-        StoreTimeoutError, DistNetworkError: rank 0 or its store did not appear in time; the message names the
-            address.
+        StoreTimeoutError, DistNetworkError: rank 0 or its store did not appear in time; the message
+            names the address.
         DistStoreError: another process has this rank.
     """
     rank, world_size, launched = found.rank, found.world_size, found.launched
     secret, location, notes = found.secret, found.location, found.notes
     deadline = time.monotonic() + timeout
     single_host = world_size == 1 or (launched is not None and launched.single_host)
-    over_mpi = isinstance(location, MPILocation)  # MPI's own processes
+    # MPI's own processes.
+    over_mpi = isinstance(location, MPILocation)
     job = launched.job if launched is not None and not over_mpi else ""
-    with warn_while_waiting(name, lambda: f"{'rank 0; ' if rank else ''}the store: {location.describe()}"):
-        choose = partial(interfaces.listen_addresses, location.master_host, environ, single_host=single_host)
+    with warn_while_waiting(
+        name, lambda: f"{'rank 0; ' if rank else ''}the store: {location.describe()}"
+    ):
+        choose = partial(
+            interfaces.listen_addresses, location.master_host, environ, single_host=single_host
+        )
         if isinstance(location, TCPLocation):
             listen = interfaces.once_resolved(location.master_host, choose, deadline, log.warning)
         else:
@@ -236,7 +264,8 @@ def meet(found: Members, timeout: float = 300.0, environ: Environ = os.environ, 
             and location.master_host is not None
             and not interfaces.is_loopback(location.master_host)
         ):
-            refuse_protection(environ)  # now: later, rank 0 would end before the others have connected
+            # Now: later, rank 0 would end before the others have connected.
+            refuse_protection(environ)
         agreed = agree_on_store(location, rank, world_size, secret, deadline, job)
     if not found.given_store:
         agreed.store.set_timeout(timedelta(seconds=timeout))
@@ -290,12 +319,13 @@ def open_store(found: Members, timeout: float) -> Rendezvous:
 
 
 def refuse_protection(environ: Environ = os.environ) -> None:
-    """Raise DistArgumentError if UNICOLL_CHANNEL is set in a job whose key other processes may have."""
+    """Raise DistArgumentError if UNICOLL_CHANNEL is set in a job whose key other processes may
+    have."""
     wanted = environment.choice("UNICOLL_CHANNEL", environ)
     if wanted != "plain":
         raise DistArgumentError(
-            f"UNICOLL_CHANNEL={wanted} cannot protect this job: any process that reaches the store can join; "
-            "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE"
+            f"UNICOLL_CHANNEL={wanted} cannot protect this job: any process that reaches the store"
+            " can join; give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE"
         )
 
 
@@ -303,21 +333,29 @@ def _describe_secret(secret: Secret, trusted: bool) -> str:
     if secret.key:
         return secret.source
     access = (
-        "which no other user can reach" if trusted else "which is OPEN to all processes that can reach it"
+        "which no other user can reach"
+        if trusted
+        else "which is OPEN to all processes that can reach it"
     )
-    return f"none was given; rank 0 made a key and sent it to the others through the store, {access}"
+    return (
+        f"none was given; rank 0 made a key and sent it to the others through the store, {access}"
+    )
 
 
 def parse_init_method(init_method: str) -> SplitResult:
     known = ", ".join(f"{scheme}://" for scheme in (*_BUILT_IN, *sorted(_handlers)))
     if not isinstance(init_method, str):
-        raise DistArgumentError(f"init_method must be a string such as 'env://', not {init_method!r}")
+        raise DistArgumentError(
+            f"init_method must be a string such as 'env://', not {init_method!r}"
+        )
     try:
         url = urlsplit(init_method)
     except ValueError as error:
         raise DistArgumentError(f"init_method {init_method!r} cannot be read: {error}") from error
     if url.scheme not in _BUILT_IN and url.scheme not in _handlers:
-        raise DistArgumentError(f"init_method {init_method!r} has no known scheme; known are {known}")
+        raise DistArgumentError(
+            f"init_method {init_method!r} has no known scheme; known are {known}"
+        )
     return url
 
 
@@ -335,7 +373,8 @@ def members(
     notes: list[str],
     launched: LaunchInfo | None = None,
 ) -> tuple[int, int, LaunchInfo | None]:
-    """Rank and world size from arguments, query and launcher; and the launcher's information if it applies."""
+    """Rank and world size from arguments, query and launcher; and the launcher's information if it
+    applies."""
     values = {"rank": _argument("rank", rank), "world_size": _argument("world_size", world_size)}
     sources = ["arguments"] if any(value is not None for value in values.values()) else []
     for name, value in _query(url).items():
@@ -345,7 +384,8 @@ def members(
         sources.append("init_method")
     complete = None not in values.values()
     if not complete:
-        # as in torch.distributed, one of the two may be in the call and the other one in the environment
+        # as in torch.distributed, one of the two may be in the call and the other one in the
+        # environment
         variables = {"rank": TORCH_STYLE.rank, "world_size": TORCH_STYLE.size[0]}
         given = {variables[name]: str(value) for name, value in values.items() if value is not None}
         environ = {**environ, **given}
@@ -368,7 +408,8 @@ def members(
             f"from {launched.source} ({launched.name})"
         )
         if launched.world_size != size:
-            launched = None  # another set of processes, with its own hosts, store and job
+            # Another set of processes, with its own hosts, store and job.
+            launched = None
     return this_rank, size, launched
 
 
@@ -389,7 +430,8 @@ def _detect(environ: Environ, *, needed: bool, notes: list[str]) -> LaunchInfo |
 def _own_environment(environ: Environ, notes: list[str]) -> Environ:
     try:
         own = own_environment(environ)
-    except DistArgumentError:  # the launcher's variables raise it if they are needed
+    except DistArgumentError:
+        # The launcher's variables raise it if they are needed.
         return environ
     ignored = [f"{name}={environ[name]}" for name in sorted(environ.keys() - own.keys())]
     if ignored:
@@ -402,7 +444,9 @@ def _argument(name: str, value: int) -> int | None:
         raise DistArgumentError(f"{name} must be a whole number, not {value!r}")
     number = value.__index__()
     if number < -1 or (name == "world_size" and number == 0):
-        raise DistArgumentError(f"{name} must be {0 if name == 'rank' else 1} or more, not {number}")
+        raise DistArgumentError(
+            f"{name} must be {0 if name == 'rank' else 1} or more, not {number}"
+        )
     return None if number == -1 else number
 
 
@@ -412,11 +456,14 @@ def _query(url: SplitResult) -> dict[str, int]:
     for name, text in parse_qsl(url.query, keep_blank_values=True):
         if name in ("rank", "world_size"):
             if not (text.isascii() and text.isdigit()) or (name == "world_size" and int(text) == 0):
-                raise DistArgumentError(f"init_method {url.geturl()}: {name}={text!r} is not a valid number")
+                raise DistArgumentError(
+                    f"init_method {url.geturl()}: {name}={text!r} is not a valid number"
+                )
             found[name] = int(text)
         elif name != "use_libuv" and url.scheme in _BUILT_IN:
             raise DistArgumentError(
-                f"init_method {url.geturl()}: unknown parameter {name!r}; known are rank and world_size"
+                f"init_method {url.geturl()}: unknown parameter {name!r}; known are rank and"
+                " world_size"
             )
     return found
 
@@ -426,15 +473,15 @@ def _missing_members_message(values: Mapping[str, int | None], environ: Environ)
     reasons = near_misses(environ)
     seen = f" (seen: {'; '.join(reasons)})" if reasons else ""
     return (
-        f"unknown {missing} of this process: no launcher was recognised{seen}. Start the processes with "
-        "`unirun --nproc-per-node N script.py`, mpirun, srun or torchrun; or set RANK, "
-        "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each (rank or size may be in the call); or pass rank= and "
-        "world_size= together with "
-        "init_method='tcp://host:port', init_method='file:///path' or store="
+        f"unknown {missing} of this process: no launcher was recognised{seen}. Start the processes"
+        " with `unirun --nproc-per-node N script.py`, mpirun, srun or torchrun; or set RANK,"
+        " WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each (rank or size may be in the call); or"
+        " pass rank= and world_size= together with init_method='tcp://host:port',"
+        " init_method='file:///path' or store="
     )
 
 
-# --- locations of the store -----------------------------------------------------------------------------------------
+# --- locations of the store -----------------------------------------------------------------------
 
 
 def _location(
@@ -475,7 +522,8 @@ def _file_path(url: SplitResult) -> str:
     if url.netloc not in ("", "localhost") or not url.path.startswith("/"):
         wanted = os.path.abspath(url.netloc + url.path)
         raise DistArgumentError(
-            f"init_method {url.geturl()}: the path must be absolute, with three slashes: file://{wanted}"
+            f"init_method {url.geturl()}: the path must be absolute, with three slashes:"
+            f" file://{wanted}"
         )
     if url.path.endswith("/"):
         raise DistArgumentError(f"init_method {url.geturl()} names no file")
@@ -496,7 +544,9 @@ def _env_location(
     port: int | None
     if launched is not None and environ.get("UNICOLL_STORE"):
         host, port = interfaces.split_hostport(environ["UNICOLL_STORE"])
-        return TCPLocation(host, [port], "UNICOLL_STORE", secret, hosted=True, single_host=single_host)
+        return TCPLocation(
+            host, [port], "UNICOLL_STORE", secret, hosted=True, single_host=single_host
+        )
     if world_size == 1:
         return LocalLocation()
     if mpi_store is not None and not environ.get("MASTER_ADDR", "").strip():
@@ -512,7 +562,12 @@ def _env_location(
             source += "; torchrun's agent uses that port itself"
     if (host is None or not ports) and spare_store is not None:
         return MPILocation(spare_store, None)
-    if host is None and ports and rank == 0 and (launched is None or launched.name == TORCH_STYLE.name):
+    if (
+        host is None
+        and ports
+        and rank == 0
+        and (launched is None or launched.name == TORCH_STYLE.name)
+    ):
         own = interfaces.listen_addresses(None, environ).addresses[0]
         source = "MASTER_PORT; MASTER_ADDR is not set on rank 0, which listens on all interfaces"
         return TCPLocation(own, ports, source, secret, all_interfaces=True, job=job)

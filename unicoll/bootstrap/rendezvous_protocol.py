@@ -1,14 +1,16 @@
 """The rendezvous protocol: ranks that share a store agree on the members and the key of the job.
 
-Rank 0 publishes a record under the key ``generation``: a fresh token that identifies this rendezvous, the world size,
-and the key of the data connections if the job has no secret. The other ranks wait for a record that they have not used
-before and claim their rank under its token; then all use the token's namespace. So a second rendezvous at the same
-address, a server that lingers for late peers, or a file left over from an earlier job is not confused with this
-rendezvous, and two processes with the same rank are detected. Once rank 0 has replaced a record, it removes the claims
-under the old token; a rank reads the record again after its claim, so that it never takes part under an old token.
+Rank 0 publishes a record under the key ``generation``: a fresh token that identifies this
+rendezvous, the world size, and the key of the data connections if the job has no secret. The other
+ranks wait for a record that they have not used before and claim their rank under its token; then
+all use the token's namespace. So a second rendezvous at the same address, a server that lingers for
+late peers, or a file left over from an earlier job is not confused with this rendezvous, and two
+processes with the same rank are detected. Once rank 0 has replaced a record, it removes the claims
+under the old token; a rank reads the record again after its claim, so that it never takes part
+under an old token.
 
-The job's key is derived from its secret, or the key in the record, and the record: connections and values of another
-rendezvous with the same secret have another key.
+The job's key is derived from its secret, or the key in the record, and the record: connections and
+values of another rendezvous with the same secret have another key.
 """
 
 from __future__ import annotations
@@ -52,10 +54,11 @@ MIN_SECONDS = 0.001
 """Shortest timeout at a deadline; to many calls 0 means no limit."""
 
 STALE_SECONDS = 10.0
-"""How long a rank that another process has claimed, or that finds another job's record, waits for rank 0's next record
-before it reports the conflict."""
+"""How long a rank that another process has claimed, or that finds another job's record, waits for
+rank 0's next record before it reports the conflict."""
 
-# The last rendezvous of this process, as (token, rank); tokens are random, so the address does not matter.
+# The last rendezvous of this process, as (token, rank); tokens are random, so the address does not
+# matter.
 _used: deque[tuple[str, int]] = deque(maxlen=1000)
 _lock = threading.Lock()
 
@@ -71,9 +74,11 @@ class StoreLocation(ABC):
         warns: True if the store itself warns when it is open to other users.
         members: rank and world size, if opening the store determines them.
         ends_with_rank_0: True if the store may end with rank 0's process.
-        refuses_other_users: True if the store, if it is private, accepts only processes of this user on this host.
+        refuses_other_users: True if the store, if it is private, accepts only processes of this
+            user on this host.
         outlives_jobs: True if it may have the record of an earlier job whose processes were killed.
-        found_again: True if a process that is started later, in place of one that died, finds the same store.
+        found_again: True if a process that is started later, in place of one that died, finds the
+            same store.
         wrap: makes the store that the rendezvous uses from the open one.
     """
 
@@ -88,7 +93,8 @@ class StoreLocation(ABC):
     outlives_jobs = False
     found_again = False
     wrap: Callable[[Store], Store] | None = None
-    _store: Store | None = None  # to close
+    # To close.
+    _store: Store | None = None
 
     @abstractmethod
     def open(self, rank: int, world_size: int, deadline: float) -> Store:
@@ -98,8 +104,8 @@ class StoreLocation(ABC):
     def private(self) -> bool:
         """True if only processes of this user, or of this job, can have reached the open store.
 
-        This is derived from authentication (the owner of a file, socket or process according to the kernel), never
-        from an address.
+        This is derived from authentication (the owner of a file, socket or process according to the
+        kernel), never from an address.
         """
 
     def describe(self) -> str:
@@ -107,14 +113,16 @@ class StoreLocation(ABC):
         return self.address
 
     def close(self, linger: bool = False) -> None:
-        """Close the store of :meth:`open`; a server may linger until its last client has disconnected. Idempotent."""
+        """Close the store of :meth:`open`; a server may linger until its last client has
+        disconnected. Idempotent."""
         store, self._store = self._store, None
         if store is not None:
             store.close()
 
 
 class AgreedStore(NamedTuple):
-    """The result of the protocol: ``store`` in the namespace of the rendezvous, ``root`` without it."""
+    """The result of the protocol: ``store`` in the namespace of the rendezvous, ``root`` without
+    it."""
 
     store: PrefixStore
     root: Store
@@ -125,7 +133,8 @@ class AgreedStore(NamedTuple):
     token: str
 
     def is_replaced(self, namespace: str, secret: bytes) -> bool:
-        """True if rank 0 has begun another rendezvous, in the same namespace of ``root``; DistError without it.
+        """True if rank 0 has begun another rendezvous, in the same namespace of ``root``; DistError
+        without it.
 
         For rank 0 that is an error, on both processes.
 
@@ -141,7 +150,8 @@ class AgreedStore(NamedTuple):
 
 
 class JobRecord(NamedTuple):
-    """Rank 0's record; ``key`` is empty if the job has a secret, which is never sent, but signs the record.
+    """Rank 0's record; ``key`` is empty if the job has a secret, which is never sent, but signs the
+    record.
 
     ``job`` is a digest of the launcher's id of the job, or ``-`` without one.
     """
@@ -158,7 +168,9 @@ class JobRecord(NamedTuple):
 
     def _text(self) -> str:
         access = "private" if self.private else "open"
-        return f"{_MAGIC} {self.token} {self.world_size} {access} {self.key.hex() or '-'} {self.job}"
+        return (
+            f"{_MAGIC} {self.token} {self.world_size} {access} {self.key.hex() or '-'} {self.job}"
+        )
 
     def job_key(self, secret: bytes) -> Key:
         """The key of the job with this secret, or without one."""
@@ -179,17 +191,24 @@ class JobRecord(NamedTuple):
             return cls(token, int(size), access == "private", made, job, signature)
         except ValueError:
             raise DistStoreError(
-                f"the store holds {text[:16]!r}, written by another version of unicoll or by another program"
+                f"the store holds {text[:16]!r}, written by another version of unicoll or by"
+                " another program"
             ) from None
 
 
 def agree_on_store(
-    location: StoreLocation, rank: int, world_size: int, secret: Secret, deadline: float, job: str = ""
+    location: StoreLocation,
+    rank: int,
+    world_size: int,
+    secret: Secret,
+    deadline: float,
+    job: str = "",
 ) -> AgreedStore:
     """Open the store and run the protocol, until ``deadline`` (``time.monotonic()``).
 
-    The other ranks wait for rank 0 only. ``job`` is the launcher's id of the job, equal on all ranks that have one. On
-    an error, one of those of :func:`unicoll.bootstrap.rendezvous.rendezvous`, the store is closed.
+    The other ranks wait for rank 0 only. ``job`` is the launcher's id of the job, equal on all
+    ranks that have one. On an error, one of those of
+    :func:`unicoll.bootstrap.rendezvous.rendezvous`, the store is closed.
     """
     while True:
         try:
@@ -238,15 +257,16 @@ def _agree_at(
         key = OwnUserKey(key)
     if record.world_size != world_size:
         error = DistArgumentError(
-            f"world_size is {record.world_size} on rank 0 and {world_size} on rank {rank}", rank=rank
+            f"world_size is {record.world_size} on rank 0 and {world_size} on rank {rank}",
+            rank=rank,
         )
         with suppress(DistError):
             publish_refusal(SignedStore(namespace, key), rank, error)
         raise error
     if record.private and not trusted:
         log.warning(
-            "rank %d cannot verify that the store at %s is its own user's: it refuses pickles; give every rank the "
-            "same UNICOLL_SECRET or UNICOLL_SECRET_FILE",
+            "rank %d cannot verify that the store at %s is its own user's: it refuses pickles; give"
+            " every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE",
             rank,
             location.address,
         )
@@ -254,38 +274,43 @@ def _agree_at(
 
 
 def _check_secrets(location: StoreLocation, record: JobRecord, rank: int, secret: Secret) -> None:
-    """Refuse the record of a job with another secret; if ``secret`` is empty, of a job with a secret."""
+    """Refuse the record of a job with another secret; if ``secret`` is empty, of a job with a
+    secret."""
     rank0_has_secret = not record.key
     if rank0_has_secret == bool(secret.key):
         if not secret.key or hmac.compare_digest(record.signature, record.signature_by(secret.key)):
             return
         raise AuthenticationError(
-            f"rank 0's record in the store at {location.address} is not signed with the secret of rank {rank} "
-            f"({secret.source}): the ranks have different secrets, or a process without it has forged the value",
+            f"rank 0's record in the store at {location.address} is not signed with the secret of"
+            f" rank {rank} ({secret.source}): the ranks have different secrets, or a process"
+            " without it has forged the value",
             rank=rank,
         )
     mine = f"one ({secret.source})" if secret.key else "none"
     raise AuthenticationError(
-        f"rank 0 has {'a' if rank0_has_secret else 'no'} job secret and rank {rank} has {mine}: give every rank "
-        "the same UNICOLL_SECRET or UNICOLL_SECRET_FILE, or none",
+        f"rank 0 has {'a' if rank0_has_secret else 'no'} job secret and rank {rank} has {mine}:"
+        " give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE, or none",
         rank=rank,
     )
 
 
 class _OtherJobError(DistStoreError):
-    """The record is another job's: another process has this rank, or the launcher's ids of the job differ."""
+    """The record is another job's: another process has this rank, or the launcher's ids of the job
+    differ."""
 
 
 def _digest(job: str) -> str:
     return hashlib.sha256(job.encode("utf-8", "surrogateescape")).hexdigest()[:16] if job else "-"
 
 
-def _publish(location: StoreLocation, store: Store, world_size: int, secret: Secret, job: str) -> JobRecord:
+def _publish(
+    location: StoreLocation, store: Store, world_size: int, secret: Secret, job: str
+) -> JobRecord:
     private = bool(secret.key) or location.private()
     if not private and world_size > 1 and not location.warns:
         log.warning(
-            "the store at %s is OPEN: any process that can reach it can join the job; give every rank the same "
-            "UNICOLL_SECRET or UNICOLL_SECRET_FILE (unicoll's launcher sets one)",
+            "the store at %s is OPEN: any process that can reach it can join the job; give every"
+            " rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE (unicoll's launcher sets one)",
             location.address,
         )
     key = Key() if secret.key else new_key()
@@ -314,14 +339,17 @@ def _await_record(
     own = _digest(job)
     while True:
         # Not in a local variable as text: it may contain the key.
-        record = JobRecord.parse(store.try_get("generation") or _wait(location, store, rank, deadline))
+        record = JobRecord.parse(
+            store.try_get("generation") or _wait(location, store, rank, deadline)
+        )
         if record.token != refused and not was_used(record.token, rank):
             _check_secrets(location, record, rank, secret)
             try:
                 if len({record.job, own, "-"}) == 3:
                     raise _OtherJobError(
-                        f"rank 0's record in the store at {location.address} is another job's than that of rank {rank} "
-                        f"({job}): the store has the values of another job, or two launches use it at once",
+                        f"rank 0's record in the store at {location.address} is another job's than"
+                        f" that of rank {rank} ({job}): the store has the values of another job, or"
+                        " two launches use it at once",
                         rank=rank,
                     )
                 claims = PrefixStore(record.token, store)
@@ -335,7 +363,8 @@ def _await_record(
                 give_up = min(deadline, time.monotonic() + STALE_SECONDS)
         if time.monotonic() >= give_up:
             raise other or StoreTimeoutError(
-                f"rank {rank} waited at {location.address} for a new record of rank 0, which has not published one",
+                f"rank {rank} waited at {location.address} for a new record of rank 0, which has"
+                " not published one",
                 rank=0,
             )
         time.sleep(next(pauses))
@@ -347,15 +376,18 @@ def _wait(location: StoreLocation, store: Store, rank: int, deadline: float) -> 
         store.wait(["generation"], timedelta(seconds=left))
     except StoreTimeoutError as error:
         raise StoreTimeoutError(
-            f"rank {rank} waited {left:.1f} s at {location.address} for rank 0, which has not published its record "
-            f"(key {location.namespace}/generation)",
+            f"rank {rank} waited {left:.1f} s at {location.address} for rank 0, which has not"
+            f" published its record (key {location.namespace}/generation)",
             rank=0,
         ) from error
     return store.get("generation")
 
 
-def refuse_to_join(namespace: str, root: Store, secret: bytes, rank: int, error: BaseException) -> None:
-    """Let rank 0 of the rendezvous in a store know that ``rank`` will not take part because of ``error``."""
+def refuse_to_join(
+    namespace: str, root: Store, secret: bytes, rank: int, error: BaseException
+) -> None:
+    """Let rank 0 of the rendezvous in a store know that ``rank`` will not take part because of
+    ``error``."""
     text = PrefixStore(namespace, root).try_get("generation")
     if text is not None:
         record = JobRecord.parse(text)
@@ -364,13 +396,16 @@ def refuse_to_join(namespace: str, root: Store, secret: bytes, rank: int, error:
 
 
 def refuse_second_rank_0(namespace: str, root: Store, secret: bytes) -> DistStoreError:
-    """The error of a rank 0 that finds the record of another process with rank 0, which gets it, too."""
+    """The error of a rank 0 that finds the record of another process with rank 0, which gets it,
+    too."""
     records = PrefixStore(namespace, root)
     own, other = f"{interfaces.hostname()}, pid {os.getpid()}", "another host"
     with suppress(DistError):
         token = JobRecord.parse(records.get("generation")).token
         other = _holder(PrefixStore(token, records).get("rank/0"))
-    error = DistStoreError(f"two processes have joined as rank 0: one on {own}, one on {other}", rank=0)
+    error = DistStoreError(
+        f"two processes have joined as rank 0: one on {own}, one on {other}", rank=0
+    )
     with suppress(DistError):
         refuse_to_join(namespace, root, secret, 0, error)
     return error

@@ -1,4 +1,5 @@
-"""The locations of a rendezvous' store: a store argument, this process, a file, MPI, an address, or a handler."""
+"""The locations of a rendezvous' store: a store argument, this process, a file, MPI, an address, or
+a handler."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from unicoll.process.timeouts import backoff, seconds_left
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 
 PROBE_SECONDS = 2.0
-"""First timeout for the reply of a server that may be another program's; it grows with each round."""
+"""First timeout for the reply of a server that may be another program's; it grows with each
+round."""
 
 
 class ExistingStoreLocation(StoreLocation):
@@ -28,7 +30,8 @@ class ExistingStoreLocation(StoreLocation):
     found_again = True
 
     def __init__(self, store: Store) -> None:
-        if not hasattr(store, "compare_set"):  # torch's stores and compatible objects work too
+        # Torch's stores and compatible objects work too.
+        if not hasattr(store, "compare_set"):
             raise DistArgumentError(f"store must be a Store, not {type(store).__name__}")
         self._given = store
         self._inner = inner = _innermost(store)
@@ -84,7 +87,8 @@ class MPILocation(StoreLocation):
         return self._store
 
     def private(self) -> bool:
-        return True  # only MPI's own processes can use its communicators
+        # Only MPI's own processes can use its communicators.
+        return True
 
     def describe(self) -> str:
         return "over MPI, held by rank 0"
@@ -122,7 +126,9 @@ class HandlerLocation(StoreLocation):
         query = {**dict(parse_qsl(self._url.query)), "rank": rank, "world_size": world_size}
         url = self._url._replace(query=urlencode(query)).geturl()
         timeout = timedelta(seconds=seconds_left(deadline, MIN_SECONDS))
-        self._generator = iter(self._handler(url, rank=rank, world_size=world_size, timeout=timeout))
+        self._generator = iter(
+            self._handler(url, rank=rank, world_size=world_size, timeout=timeout)
+        )
         try:
             store, *members = next(self._generator)
             self.members = int(members[0]), int(members[1])
@@ -132,7 +138,8 @@ class HandlerLocation(StoreLocation):
             ) from error
         if not 0 <= self.members[0] < self.members[1]:
             raise DistArgumentError(
-                f"the rendezvous handler of {self.address} yielded rank {self.members[0]} of {self.members[1]}"
+                f"the rendezvous handler of {self.address} yielded rank {self.members[0]} of"
+                f" {self.members[1]}"
             )
         return store
 
@@ -203,7 +210,10 @@ class TCPLocation(StoreLocation):
     def describe(self) -> str:
         port = self._ports[0] if self._store is None else self._store.port
         host = "the launcher" if self._hosted else "rank 0"
-        return f"tcp://{interfaces.join_hostport(self.master_host, port)} ({self._source}), hosted by {host}"
+        return (
+            f"tcp://{interfaces.join_hostport(self.master_host, port)} ({self._source}), hosted by"
+            f" {host}"
+        )
 
     def close(self, linger: bool = False) -> None:
         store, self._store = self._store, None
@@ -211,8 +221,8 @@ class TCPLocation(StoreLocation):
             store.close(linger)
 
     def _bind(self) -> str | None:
-        """The narrowest address that all ranks can certainly reach; None for the store's own rule (loopback for a
-        loopback address, else all interfaces)."""
+        """The narrowest address that all ranks can certainly reach; None for the store's own rule
+        (loopback for a loopback address, else all interfaces)."""
         host = self.master_host
         if self._all_interfaces:
             return "*"
@@ -234,7 +244,13 @@ class TCPLocation(StoreLocation):
         return self._open_store(self._ports[-1], world_size, deadline, is_master=True, bind=bind)
 
     def _open_store(
-        self, port: int, world_size: int, deadline: float, *, is_master: bool = False, bind: str | None = None
+        self,
+        port: int,
+        world_size: int,
+        deadline: float,
+        *,
+        is_master: bool = False,
+        bind: str | None = None,
     ) -> TCPStore:
         return TCPStore(
             self.master_host,
@@ -243,23 +259,30 @@ class TCPLocation(StoreLocation):
             is_master,
             timedelta(seconds=seconds_left(deadline, MIN_SECONDS)),
             wait_for_workers=False,
-            multi_tenant=is_master,  # this process may be rank 0 of several jobs at this address
+            # This process may be rank 0 of several jobs at this address.
+            multi_tenant=is_master,
             secret=self._secret,
             bind=bind,
         )
 
     def _search(self, rank: int, world_size: int, deadline: float) -> TCPStore:
-        """The store at the first port whose server has a record of this job that this rank has not used."""
+        """The store at the first port whose server has a record of this job that this rank has not
+        used."""
         last_error: Exception | None = None
         pauses, timeouts = backoff(0.02, 0.5), backoff(PROBE_SECONDS, 15.0, 1.5)
         while True:
             timeout = next(timeouts)
             for port in self._ports:
                 try:
-                    # Most ports refuse connections; a plain socket shows that without the store's retries.
+                    # Most ports refuse connections; a plain socket shows that without the store's
+                    # retries.
                     probe = (self.master_host, port)
-                    socket.create_connection(probe, min(timeout, seconds_left(deadline, MIN_SECONDS))).close()
-                    store = self._open_store(port, world_size, min(deadline, time.monotonic() + timeout))
+                    socket.create_connection(
+                        probe, min(timeout, seconds_left(deadline, MIN_SECONDS))
+                    ).close()
+                    store = self._open_store(
+                        port, world_size, min(deadline, time.monotonic() + timeout)
+                    )
                 except (DistError, OSError) as error:
                     last_error = error
                     continue
@@ -268,7 +291,8 @@ class TCPLocation(StoreLocation):
                 store.close()
             if time.monotonic() >= deadline:
                 raise DistNetworkError(
-                    f"rank {rank} found no store of this job at {self.address} (last error: {last_error})",
+                    f"rank {rank} found no store of this job at {self.address} (last error:"
+                    f" {last_error})",
                     rank=0,
                 )
             time.sleep(next(pauses))
@@ -277,7 +301,8 @@ class TCPLocation(StoreLocation):
         try:
             text = PrefixStore(self.namespace, store).try_get("generation")
             return text is not None and not was_used(JobRecord.parse(text).token, rank)
-        except DistError:  # lost, or another program's
+        except DistError:
+            # Lost, or another program's.
             return False
 
 

@@ -1,7 +1,9 @@
-"""The end of workers under torchrun, which sends SIGTERM to all of them at once when the first one has ended.
+"""The end of workers under torchrun, which sends SIGTERM to all of them at once when the first one
+has ended.
 
-The error that names that rank comes a moment later, and would be lost. So a process whose SIGTERM nothing else handles
-ends by it only after a moment: the call that fails meanwhile raises its error, which ends the program.
+The error that names that rank comes a moment later, and would be lost. So a process whose SIGTERM
+nothing else handles ends by it only after a moment: the call that fails meanwhile raises its error,
+which ends the program.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _jobs: list[Job] = []
 
 
 def raise_before_sigterm(job: Job) -> None:
-    """On SIGTERM, have a call that waits for a rank of the job that has ended raise its error first."""
+    """On SIGTERM, have a call that waits for a rank of the job that has ended raise its error
+    first."""
     _jobs.append(job)
     job.cleanup.callback(_release, job)
     before_sigterm(_await_error)
@@ -49,7 +52,8 @@ def _await_error() -> None:
 
 
 def before_sigterm(wait: Callable[[], object]) -> None:
-    """On SIGTERM call ``wait`` on a thread and then end the process by it, if nothing else handles the signal."""
+    """On SIGTERM call ``wait`` on a thread and then end the process by it, if nothing else handles
+    the signal."""
 
     def end() -> None:
         try:

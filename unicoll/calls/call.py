@@ -36,8 +36,8 @@ class Call:
         peer: for send and recv the other rank in the group; -1 receives from anyone.
         tag: for send and recv; None receives a message with any tag.
         partial: for recv, True if the message may be shorter than the array.
-        envelope: of the message of a recv that is ``partial``, or of a probe: its tag, the code of its element type and
-            its bytes; None before it has come.
+        envelope: of the message of a recv that is ``partial``, or of a probe: its tag, the code of
+            its element type and its bytes; None before it has come.
         in_counts, out_counts: for all_to_all, elements per rank.
         even: for all_to_all_single, True if no split sizes were given.
         timeout: seconds the operation may take.
@@ -45,13 +45,16 @@ class Call:
         seq: position in the group's order (from 1), given by the backend when it accepts the call.
         site: ``file:line`` of the caller where it was recorded, else "".
         source: for a receive from anyone, the rank in the group that the message came from.
-        options: from :meth:`~unicoll.group.ProcessGroup.using`, or None.
-        compression: of the data between hosts: a key of :data:`unicoll.arrays.types.COMPRESSIONS`, or "".
-        refused: on the root of a gather or scatter the reason why it refused its list, sent to the others; else "".
+        options: from :meth:`~unicoll.group.process_group.ProcessGroup.using`, or None.
+        compression: of the data between hosts: a key of :data:`unicoll.arrays.types.COMPRESSIONS`,
+            or "".
+        refused: on the root of a gather or scatter the reason why it refused its list, sent to the
+            others; else "".
         timed: True if its duration is recorded.
         watched_as: number that the wait monitor has given it; 0 before.
-        kind: the same object for all calls of the group that are alike but for the memory of their arrays, under which
-            backends keep what they need for such calls; None for a call that the library makes within another one.
+        kind: the same object for all calls of the group that are alike but for the memory of their
+            arrays, under which backends keep what they need for such calls; None for a call that
+            the library makes within another one.
     """
 
     __slots__ = (
@@ -81,7 +84,8 @@ class Call:
     )
 
     presumed = False
-    """True if it is not known whether it is in progress: the rank may do something else meanwhile."""
+    """True if it is not known whether it is in progress: the rank may do something else
+    meanwhile."""
 
     def __init__(
         self,
@@ -120,7 +124,8 @@ class Call:
 
     @property
     def ended(self) -> EndedCall:
-        """What is kept of the call when it has ended: not its arrays, unless the library made it within another one."""
+        """What is kept of the call when it has ended: not its arrays, unless the library made it
+        within another one."""
         return self.seq, self.kind or self
 
     @property
@@ -130,7 +135,8 @@ class Call:
         return buffers[0].dtype if buffers else None
 
     def accepts(self, code: int, size: int) -> bool:
-        """True if the array of a receive takes a message of this element type (its code) and size in bytes."""
+        """True if the array of a receive takes a message of this element type (its code) and size
+        in bytes."""
         buffer = self.outputs[0]
         if buffer.dtype.code != code:
             return False
@@ -160,7 +166,9 @@ class Call:
         op = self.op
         if op.uneven and op.sizes is not Sizes.EXCHANGED:
             own, listed = (
-                (self.inputs, self.outputs) if op.sizes is Sizes.GATHERED else (self.outputs, self.inputs)
+                (self.inputs, self.outputs)
+                if op.sizes is Sizes.GATHERED
+                else (self.outputs, self.inputs)
             )
             parts.append(_describe_parts(listed or own))
         elif op.scattered and self.outputs:
@@ -180,7 +188,8 @@ class Call:
 
 
 class ProxyCall(Call):
-    """An internal call made for a user's call; it has the number, call site and description of that call.
+    """An internal call made for a user's call; it has the number, call site and description of that
+    call.
 
     Attributes:
         of: the user's call.
@@ -209,7 +218,8 @@ class ProxyCall(Call):
 
 
 class OneSidedCall(Call):
-    """A put, a signal, or a wait for signals. Its one input gives the stream, and for a put the data.
+    """A put, a signal, or a wait for signals. Its one input gives the stream, and for a put the
+    data.
 
     Attributes:
         signals: number of signals by the other rank in the group.

@@ -18,15 +18,17 @@ _CLOSE_S = 2.0
 class CallbackThread:
     """Runs callbacks in place of the thread that has found the end of their operation.
 
-    That thread may be the program's main thread, which waits for some other message: an exception of a signal's handler
-    in a callback would leave a future incomplete for ever, or the lock of a ``concurrent.futures.Future`` held.
+    That thread may be the program's main thread, which waits for some other message: an exception
+    of a signal's handler in a callback would leave a future incomplete for ever, or the lock of a
+    ``concurrent.futures.Future`` held.
 
     Args:
         name: of the thread, which starts with the first callback.
 
     Attributes:
-        ended: operations that have ended and have callbacks. Its ``put``, a C function, is all that the thread that
-            ends one has to call, so no exception comes between the end and the callbacks.
+        ended: operations that have ended and have callbacks. Its ``put``, a C function, is all that
+            the thread that ends one has to call, so no exception comes between the end and the
+            callbacks.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,7 +42,8 @@ class CallbackThread:
         return bool(self._attached)
 
     def attach(self, fn: Callable[[], None]) -> Callable[[], None]:
-        """The function to attach to an operation in place of ``fn``, which counts as pending until it begins."""
+        """The function to attach to an operation in place of ``fn``, which counts as pending until
+        it begins."""
 
         def callback() -> None:
             self._attached.discard(callback)
@@ -49,7 +52,8 @@ class CallbackThread:
         self._thread.start(self._run)
         try:
             self._attached.add(callback)
-        except BaseException:  # of a signal's handler
+        except BaseException:
+            # Of a signal's handler.
             self._attached.discard(callback)
             raise
         return callback
@@ -58,11 +62,14 @@ class CallbackThread:
         while (completion := self.ended.get()) is not None:
             try:
                 completion.run_callbacks()
-            except BaseException:  # the other operations have callbacks, too
+            except BaseException:
+                # The other operations have callbacks, too.
                 logs.logger("backend").exception("a callback failed")
-            del completion  # it refers to arrays
+            # It refers to arrays.
+            del completion
 
     def close(self) -> None:
-        """End the thread once it has run the callbacks of what has ended; no operation of the group is in flight."""
+        """End the thread once it has run the callbacks of what has ended; no operation of the group
+        is in flight."""
         self.ended.put(None)
         self._thread.join(_CLOSE_S)

@@ -1,13 +1,16 @@
-"""Marks on exceptions that end a call: whether the call has changed anything, and whether a call has raised the error.
+"""Marks on exceptions that end a call: whether the call has changed anything, and whether a call
+has raised the error.
 
-An exception that is not the library's (:mod:`unicoll.process.interrupts` says where CPython raises them) ends a call at
-a point that is not known, and other ranks may be in the call. So the group fails, with an error that names the
-exception, unless the call has said that it has changed nothing (:func:`mark_unchanged`).
+An exception that is not the library's (:mod:`unicoll.process.interrupts` says where CPython raises
+them) ends a call at a point that is not known, and other ranks may be in the call. So the group
+fails, with an error that names the exception, unless the call has said that it has changed nothing
+(:func:`mark_unchanged`).
 
-A call with device arrays returns before its operation has ended, and so does an asynchronous one. If the group fails
-afterwards, and the program makes no other call of it, nothing tells the program that the results are wrong; closing the
-group raises the error then, unless a call has raised it (:func:`mark_delivered`). All operations and calls of one
-backend of a failed group have the same error object.
+A call with device arrays returns before its operation has ended, and so does an asynchronous one.
+If the group fails afterwards, and the program makes no other call of it, nothing tells the program
+that the results are wrong; closing the group raises the error then, unless a call has raised it
+(:func:`mark_delivered`). All operations and calls of one backend of a failed group have the same
+error object.
 """
 
 from __future__ import annotations
@@ -27,19 +30,22 @@ def _mark(error: BaseException, name: str) -> None:
 
 
 def mark_unchanged(error: BaseException) -> None:
-    """Say that the call which ``error`` ends has changed nothing, on any rank: as if it had not been made."""
+    """Say that the call which ``error`` ends has changed nothing, on any rank: as if it had not
+    been made."""
     # The group fails by what cannot be marked.
     _mark(error, _UNCHANGED)
 
 
 def mark_changed(error: BaseException) -> None:
-    """The opposite of :func:`mark_unchanged`: the call is one of several, and an earlier one has changed something."""
+    """The opposite of :func:`mark_unchanged`: the call is one of several, and an earlier one has
+    changed something."""
     if hasattr(error, _UNCHANGED):
         delattr(error, _UNCHANGED)
 
 
 def leaves_doubt(error: BaseException) -> bool:
-    """True if the state of a group is not known any more because ``error`` ends one of its calls."""
+    """True if the state of a group is not known any more because ``error`` ends one of its
+    calls."""
     return not isinstance(error, DistError) and not hasattr(error, _UNCHANGED)
 
 

@@ -1,10 +1,11 @@
 """The flight recorder: the last calls of this process, in a ring of fixed size.
 
-Every collective and message is recorded with its group, sequence number, arrays, call site and times; arrays are not
-kept alive. A blocking call is one tuple, which the ring gets when the call has ended; until then it is what its thread
-is in (:mod:`unicoll.calls.thread_activity`). An asynchronous call, and one that is enqueued on a device, is a
-:class:`PendingEntry` from its start. What is equal for all calls of a kind is one :class:`CallKind`. PyTorch has the
-same for NCCL: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+Every collective and message is recorded with its group, sequence number, arrays, call site and
+times; arrays are not kept alive. A blocking call is one tuple, which the ring gets when the call
+has ended; until then it is what its thread is in (:mod:`unicoll.calls.thread_activity`). An
+asynchronous call, and one that is enqueued on a device, is a :class:`PendingEntry` from its start.
+What is equal for all calls of a kind is one :class:`CallKind`. PyTorch has the same for NCCL:
+https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from unicoll.process.environment import number
 
 MessageDetail = tuple[tuple[int, ...], int, "int | None"]
 Entry = tuple[Any, ...]
-"""A call that has ended: kind, sequence number, start, end (on the clock of ``time.monotonic``), and the call site as
-code object and offset, or as ``file:line`` and 0. If it failed, the error as text follows; of a message the error or
-"", and shape, peer and tag."""
+"""A call that has ended: kind, sequence number, start, end (on the clock of ``time.monotonic``),
+and the call site as code object and offset, or as ``file:line`` and 0. If it failed, the error as
+text follows; of a message the error or "", and shape, peer and tag."""
 
 _LIBRARIES = (
     "unicoll",
@@ -34,7 +35,8 @@ _LIBRARIES = (
     "ray",
     "typing_extensions",
     "warnings",
-)  # torch's deprecated functions are wrapped
+    # Torch's deprecated functions are wrapped.
+)
 _SUBMODULES = ("unicoll.", "torch.", "ray.")
 _MAX_ERROR = 1000
 _MAX_MESSAGE_KINDS = 256
@@ -43,11 +45,13 @@ _ATTEMPTS = 10
 _ON_END_LOCK = threading.Lock()
 _ring: deque[Entry | PendingEntry] | None = None
 _library_modules: dict[int, dict[str, Any]] = {}
-"""Globals of the modules whose frames are not the user's, by id; they are kept alive, so the ids stay theirs."""
+"""Globals of the modules whose frames are not the user's, by id; they are kept alive, so the ids
+stay theirs."""
 
 
 def ring() -> deque[Any]:
-    """The ring of this process, of ``UNICOLL_FLIGHT_RECORDER`` entries. Appending is atomic: threads need no lock."""
+    """The ring of this process, of ``UNICOLL_FLIGHT_RECORDER`` entries. Appending is atomic:
+    threads need no lock."""
     global _ring
     if _ring is None:
         _ring = deque(maxlen=number("UNICOLL_FLIGHT_RECORDER"))
@@ -59,7 +63,8 @@ def snapshot() -> list[Any]:
     for _ in range(_ATTEMPTS):
         try:
             return list(ring())
-        except RuntimeError:  # other threads record meanwhile
+        except RuntimeError:
+            # Other threads record meanwhile.
             continue
     return list(ring().copy())
 
@@ -71,7 +76,8 @@ def replace_ring(size: int | None) -> None:
     """
     global _ring
     _ring = deque(
-        ring() if size is None else (), maxlen=number("UNICOLL_FLIGHT_RECORDER") if size is None else size
+        ring() if size is None else (),
+        maxlen=number("UNICOLL_FLIGHT_RECORDER") if size is None else size,
     )
 
 
@@ -86,7 +92,8 @@ class CallKind:
         job: number of the job in this process.
         group, ranks: name of the group, and the global ranks of its members.
         op: name of the operation.
-        inputs, outputs: element type and shape of each array; the same tuple for operations in place.
+        inputs, outputs: element type and shape of each array; the same tuple for operations in
+            place.
         nbytes: bytes of the inputs, or of the outputs where a rank has no inputs.
         reduce: the reduction in words, or "".
         compression: of what is sent between hosts, or "".
@@ -95,7 +102,9 @@ class CallKind:
         peer, tag: of a message; else -1 and 0.
     """
 
-    def __init__(self, call: Call, job: int, group: str, ranks: tuple[int, ...], backend: str) -> None:
+    def __init__(
+        self, call: Call, job: int, group: str, ranks: tuple[int, ...], backend: str
+    ) -> None:
         self.job = job
         self.group = group
         self.ranks = ranks
@@ -109,21 +118,26 @@ class CallKind:
         self.backend = backend
         self.peer = call.peer
         self.tag = call.tag
-        self._text = call.op.name if call.op.message else call.describe()  # each message is a kind of its own
+        # Each message is a kind of its own.
+        self._text = call.op.name if call.op.message else call.describe()
         self._messages: dict[Any, CallKind] = {}
 
     def describe(self) -> str:
-        """Collectives in words, for errors: ``all_reduce(float32[4], SUM)``; messages without their arrays."""
+        """Collectives in words, for errors: ``all_reduce(float32[4], SUM)``; messages without their
+        arrays."""
         return self._text
 
     def of_message(self, call: Call) -> CallKind:
-        """The kind of a message, where this one is of all messages of an operation and element type."""
+        """The kind of a message, where this one is of all messages of an operation and element
+        type."""
         key = message_detail(call)
         found = self._messages.get(key)
         if found is None:
             if len(self._messages) >= _MAX_MESSAGE_KINDS:
                 self._messages.clear()
-            found = self._messages[key] = CallKind(call, self.job, self.group, self.ranks, self.backend)
+            found = self._messages[key] = CallKind(
+                call, self.job, self.group, self.ranks, self.backend
+            )
         return found
 
 
@@ -163,9 +177,13 @@ class PendingEntry:
 
 
 def begin(
-    kinds: Sequence[CallKind], calls: Sequence[Call], started: float = 0.0, frame: FrameType | None = None
+    kinds: Sequence[CallKind],
+    calls: Sequence[Call],
+    started: float = 0.0,
+    frame: FrameType | None = None,
 ) -> list[PendingEntry]:
-    """Record calls that a backend gets now, or that it got at the time ``started``; none if the ring keeps none.
+    """Record calls that a backend gets now, or that it got at the time ``started``; none if the
+    ring keeps none.
 
     ``frame`` is that of the user's code, None looks for it.
     """
@@ -199,7 +217,9 @@ def end(pending: Sequence[PendingEntry], error: BaseException | None) -> None:
             if entry.on_end is not None:
                 with (
                     _ON_END_LOCK
-                ):  # the thread that posts a call may end it at the same time as the one that ran it
+                    # The thread that posts a call may end it at the same time as the one that ran
+                    # it.
+                ):
                     on_end, entry.on_end = entry.on_end, None
                 if on_end is not None:
                     on_end()
@@ -227,7 +247,8 @@ def failure_text(error: BaseException) -> str:
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """The first frame from ``frame`` outwards that is not of this library, or of torch or Ray, which may call it."""
+    """The first frame from ``frame`` outwards that is not of this library, or of torch or Ray,
+    which may call it."""
     while id(names := frame.f_globals) in _library_modules or _is_library(names):
         if frame.f_back is None:
             break

@@ -1,4 +1,5 @@
-"""The futures of ``Work.get_future``: torch's for torch tensors, else Python's with the methods of torch's."""
+"""The futures of ``Work.get_future``: torch's for torch tensors, else Python's with the methods of
+torch's."""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         return self.result(timeout)
 
     def value(self) -> T:
-        """The result of a future that is done; raises the operation's error, or TimeoutError when not done."""
+        """The result of a future that is done; raises the operation's error, or TimeoutError when
+        not done."""
         return self.result(0)
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future of ``callback(self)``, which is called when this one is done, on the thread that ends it.
+        """A future of ``callback(self)``, which is called when this one is done, on the thread that
+        ends it.
 
-        The new future's error is the exception of ``callback``, which also raises this one's by ``self.value()``.
+        The new future's error is the exception of ``callback``, which also raises this one's by
+        ``self.value()``.
         """
         made: Future[S] = Future()
         made.set_running_or_notify_cancel()
@@ -59,11 +63,18 @@ class Operation(Protocol):
     def add_done_callback(self, fn: Callable[[], None]) -> None: ...
 
 
-def work_future(work: Operation, outputs: Sequence[Any], value: Callable[[], Any] | None = None) -> Any:
-    """The future of an operation: :func:`torch_future` if its first output is a torch tensor, else python_future."""
+def work_future(
+    work: Operation, outputs: Sequence[Any], value: Callable[[], Any] | None = None
+) -> Any:
+    """The future of an operation: :func:`torch_future` if its first output is a torch tensor, else
+    python_future."""
     torch: Any = sys.modules.get("torch")
     is_torch = torch is not None and len(outputs) > 0 and isinstance(outputs[0], torch.Tensor)
-    return torch_future(torch, work, outputs, value) if is_torch else python_future(work, outputs, value)
+    return (
+        torch_future(torch, work, outputs, value)
+        if is_torch
+        else python_future(work, outputs, value)
+    )
 
 
 def torch_future(
@@ -71,19 +82,24 @@ def torch_future(
 ) -> Any:
     """A ``torch.futures.Future`` of an operation.
 
-    It is complete when the operation has ended. Where ``work.wait`` makes streams wait (NCCL), it is complete at once,
-    like NCCL's in torch.distributed, and its own ``wait`` makes the current stream wait for the operation.
+    It is complete when the operation has ended. Where ``work.wait`` makes streams wait (NCCL), it
+    is complete at once, like NCCL's in torch.distributed, and its own ``wait`` makes the current
+    stream wait for the operation.
 
     Args:
         outputs: its output arrays.
-        value: returns what the future is complete with when the operation has ended, in place of the outputs.
+        value: returns what the future is complete with when the operation has ended, in place of
+            the outputs.
     """
     on_device = len(outputs) > 0 and (outputs[0].is_cuda or outputs[0].is_xpu)
     devices = [outputs[0].device] if on_device and value is None else None
     if devices is None or not work.orders_streams:
-        return _at_end(torch.futures.Future(devices=devices), work, value or partial(_waited, work, outputs))
+        return _at_end(
+            torch.futures.Future(devices=devices), work, value or partial(_waited, work, outputs)
+        )
     module = torch.get_device_module(outputs[0].device)
-    with module.stream(module.Stream(outputs[0].device)):  # one of torch's pool
+    # One of torch's pool.
+    with module.stream(module.Stream(outputs[0].device)):
         ended = torch.futures.Future(devices=devices)
         try:
             work.wait()
@@ -96,7 +112,8 @@ def torch_future(
 def python_future(
     work: Operation, outputs: Sequence[Any], value: Callable[[], Any] | None = None
 ) -> Future[Any]:
-    """A :class:`Future` of an operation, complete when it has ended; arguments as of :func:`torch_future`."""
+    """A :class:`Future` of an operation, complete when it has ended; arguments as of
+    :func:`torch_future`."""
 
     def result() -> Sequence[Any]:
         error = work.exception()
@@ -111,7 +128,8 @@ def python_future(
 
 
 def _waited(work: Operation, outputs: Sequence[Any]) -> Sequence[Any]:
-    """The outputs of an operation that has ended; strided ones are unpacked on the stream that the future is of."""
+    """The outputs of an operation that has ended; strided ones are unpacked on the stream that the
+    future is of."""
     work.wait()
     return outputs
 
@@ -124,7 +142,8 @@ def _at_end(ended: Any, work: Operation, value: Callable[[], Any]) -> Any:
             excepthook.for_future(error)
             raise error
 
-    future = ended.then(result)  # a torch future gets an error only from such a callback
+    # A torch future gets an error only from such a callback.
+    future = ended.then(result)
     work.add_done_callback(lambda: ended.set_result(None))
     return future
 

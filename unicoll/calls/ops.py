@@ -1,8 +1,9 @@
-"""The table of operations, one row each; validation, signatures, fallbacks, benchmark and tests use it.
+"""The table of operations, one row each; validation, signatures, fallbacks, benchmark and tests use
+it.
 
-A row says how many arrays go in and come out, on which ranks, how their sizes are related, whether there is a root, and
-whether elements are reduced. The public function is in :mod:`unicoll.api.collectives`, the method of the group in
-:mod:`unicoll.group.collective_methods`.
+A row says how many arrays go in and come out, on which ranks, how their sizes are related, whether
+there is a root, and whether elements are reduced. The public function is in
+:mod:`unicoll.api.collectives`, the method of the group in :mod:`unicoll.group.collective_methods`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Parameter(NamedTuple):
 
     Attributes:
         name: its name. The public function may have another one, where torch's differs.
-        side: "input" or "output" array(s), "both" for an array in place, or "splits" for split sizes.
+        side: "input" or "output" array(s), "both" for an array in place, or "splits" for split
+            sizes.
     """
 
     name: str
@@ -66,7 +68,8 @@ class Op:
         exclusive: True if a rank's own array is left out of its result.
         parameters: arrays and split sizes, in order.
         aliases: torch's other names of the function.
-        fallback: function of :mod:`unicoll.backend.host.fallbacks` for backends without the operation; "" if none.
+        fallback: function of :mod:`unicoll.backend.host.fallbacks` for backends without the
+            operation; "" if none.
         scattered: True if the shape that ranks agree on is the output's.
         root_has_sizes: True if only the root knows all sizes, and each other rank its own.
         joined: True if the parts of all ranks lie in one array instead of a list.
@@ -106,8 +109,10 @@ class Op:
         derived = {
             "scattered": sizes in (Sizes.SCATTERED, Sizes.SCATTERED_FLAT),
             "root_has_sizes": self.rooted and self.uneven,
-            "joined": sizes in (Sizes.GATHERED_FLAT, Sizes.SCATTERED_FLAT)
-            or (sizes is Sizes.EXCHANGED and one),
+            "joined": (
+                sizes in (Sizes.GATHERED_FLAT, Sizes.SCATTERED_FLAT)
+                or (sizes is Sizes.EXCHANGED and one)
+            ),
             "in_place": sizes is Sizes.SAME,
             "separate": sizes not in (Sizes.SAME, Sizes.NONE),
             "moves_data": self.inputs is not Arity.NONE or self.outputs is not Arity.NONE,
@@ -285,4 +290,5 @@ _ROWS = (
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
 
 PROBE = Op("probe", 22, Arity.NONE, Arity.NONE, Sizes.NONE, message=True, mpi="MPI_Probe")
-"""Waits for a message and leaves it there. Not a row: it moves no data, and only some backends have it."""
+"""Waits for a message and leaves it there. Not a row: it moves no data, and only some backends have
+it."""

@@ -15,30 +15,35 @@ _COMPRESSIONS = ("none", *COMPRESSIONS)
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a process group, for ``pg_options=`` (a dict with the same names is accepted, too).
+    """Options of a process group, for ``pg_options=`` (a dict with the same names is accepted,
+    too).
 
     Attributes:
-        deterministic: reductions give the same bits for every size, transport and timing: contributions are reduced in
-            rank order, in the element type (float16, bfloat16: in float32, rounded once). Between hosts this takes more
-            messages. All ranks must give the same. None: ``UNICOLL_DETERMINISTIC=1`` sets it, else False.
-        sum: ``"exact"``: all_reduce, reduce and reduce_scatter by SUM or AVG of float16, bfloat16, float32, float64 and
-            complex numbers give the sum of exact arithmetic, rounded once: the same bits for every order, world size,
-            transport and backend (:mod:`unicoll.arrays.exact_arithmetic`). Other calls do not change. All ranks must
-            give the same. ``"plain"``: every addition is rounded. None: ``UNICOLL_EXACT_SUM=1`` sets ``"exact"``, else
-            ``"plain"``.
-        high_priority: True if asynchronous operations on a GPU run on a stream of high priority; None: True.
-        blocking: True if NCCL's calls return only when they are done (``ncclConfig_t.blocking``); None: True. False
-            costs a thread of NCCL for every call.
-        cga_cluster_size, min_ctas, max_ctas: share of a GPU that NCCL's kernels take (``ncclConfig_t``).
+        deterministic: reductions give the same bits for every size, transport and timing:
+            contributions are reduced in rank order, in the element type (float16, bfloat16: in
+            float32, rounded once). Between hosts this takes more messages. All ranks must give the
+            same. None: ``UNICOLL_DETERMINISTIC=1`` sets it, else False.
+        sum: ``"exact"``: all_reduce, reduce and reduce_scatter by SUM or AVG of float16, bfloat16,
+            float32, float64 and complex numbers give the sum of exact arithmetic, rounded once: the
+            same bits for every order, world size, transport and backend
+            (:mod:`unicoll.arrays.exact_arithmetic`). Other calls do not change. All ranks must give
+            the same. ``"plain"``: every addition is rounded. None: ``UNICOLL_EXACT_SUM=1`` sets
+            ``"exact"``, else ``"plain"``.
+        high_priority: True if asynchronous operations on a GPU run on a stream of high priority;
+            None: True.
+        blocking: True if NCCL's calls return only when they are done (``ncclConfig_t.blocking``);
+            None: True. False costs a thread of NCCL for every call.
+        cga_cluster_size, min_ctas, max_ctas: share of a GPU that NCCL's kernels take
+            (``ncclConfig_t``).
         net_name: NCCL's network plug-in.
         split_share: True if communicators split from this group's share its resources.
         traffic_class: of InfiniBand or RoCE; NCCL 2.27.
-        timing: True if ``Work.duration`` of its asynchronous operations is recorded; None: ``UNICOLL_TIMING=1`` sets
-            it, else False.
-        compression: ``"bfloat16"`` or ``"int8"`` compresses what an all_reduce by SUM or AVG of float32 or float64
-            sends between hosts, from 64 KiB on; other calls do not change. The backend ``gloo`` has it;
-            :mod:`unicoll.arrays.compression` has the error bounds. All ranks must give the same. None or ``"none"``:
-            exact.
+        timing: True if ``Work.duration`` of its asynchronous operations is recorded; None:
+            ``UNICOLL_TIMING=1`` sets it, else False.
+        compression: ``"bfloat16"`` or ``"int8"`` compresses what an all_reduce by SUM or AVG of
+            float32 or float64 sends between hosts, from 64 KiB on; other calls do not change. The
+            backend ``gloo`` has it; :mod:`unicoll.arrays.compression` has the error bounds. All
+            ranks must give the same. None or ``"none"``: exact.
     """
 
     deterministic: bool | None = None
@@ -64,24 +69,29 @@ class Options:
 class CallOptions:
     """Options of single calls, for :meth:`ProcessGroup.using`; None leaves a choice to the library.
 
-    All but ``compression`` and ``exact`` are NCCL's (``ncclCollConfig_t``, from 2.31) and concern its kernels only: the
-    other backends accept and ignore them. All ranks must give the same for the same call. This is not compared: NCCL
-    reads those of its own rank only, and ranks that differ may hang.
+    All but ``compression`` and ``exact`` are NCCL's (``ncclCollConfig_t``, from 2.31) and concern
+    its kernels only: the other backends accept and ignore them. All ranks must give the same for
+    the same call. This is not compared: NCCL reads those of its own rank only, and ranks that
+    differ may hang.
 
     Attributes:
-        min_ctas, max_ctas: thread blocks that the call's kernel takes; at most the communicator's own ``max_ctas``.
+        min_ctas, max_ctas: thread blocks that the call's kernel takes; at most the communicator's
+            own ``max_ctas``.
         nvls_ctas: the largest number of them for NVLink SHARP.
         cga_cluster_size: thread blocks in a cluster (Hopper and later).
-        algorithm: the algorithms that may be chosen, in NCCL's syntax: ``"ring"``, ``"tree,nvls"``, ``"^ring"``.
-        force_algorithm: True if it is an error that none of them can be used; None: True. With False NCCL then chooses
-            freely.
-        cta_policy: ``"default"``, ``"efficiency"``, or ``"zero"`` for the copy engines in place of kernels.
+        algorithm: the algorithms that may be chosen, in NCCL's syntax: ``"ring"``, ``"tree,nvls"``,
+            ``"^ring"``.
+        force_algorithm: True if it is an error that none of them can be used; None: True. With
+            False NCCL then chooses freely.
+        cta_policy: ``"default"``, ``"efficiency"``, or ``"zero"`` for the copy engines in place of
+            kernels.
         profiler_tag: number from 0 to 2**63 - 1 that NCCL passes to profiler plug-ins.
-        compression: as in :class:`Options`, in place of the group's; ``"none"`` for an exact result. A call that cannot
-            be compressed is refused. Ranks that differ raise CollectiveMismatchError.
-        exact: True for the exact sum, as ``sum="exact"`` of :class:`Options`; False for the plain one. A call of
-            floating-point numbers that has no exact variant is refused. Ranks that differ raise
+        compression: as in :class:`Options`, in place of the group's; ``"none"`` for an exact
+            result. A call that cannot be compressed is refused. Ranks that differ raise
             CollectiveMismatchError.
+        exact: True for the exact sum, as ``sum="exact"`` of :class:`Options`; False for the plain
+            one. A call of floating-point numbers that has no exact variant is refused. Ranks that
+            differ raise CollectiveMismatchError.
     """
 
     min_ctas: int | None = None
@@ -110,7 +120,8 @@ class CallOptions:
 
 @dataclass(slots=True)
 class NCCLConfig:
-    """torch.distributed's ``ProcessGroupNCCL.NCCLConfig``: :class:`Options` of the same names; None: NCCL's choice."""
+    """torch.distributed's ``ProcessGroupNCCL.NCCLConfig``: :class:`Options` of the same names;
+    None: NCCL's choice."""
 
     blocking: bool | None = None
     cga_cluster_size: int | None = None
@@ -123,7 +134,8 @@ class NCCLConfig:
 
 @dataclass(slots=True)
 class NCCLOptions:
-    """``ProcessGroupNCCL.Options`` of torch.distributed, for ``pg_options=``; :class:`Options` has more.
+    """``ProcessGroupNCCL.Options`` of torch.distributed, for ``pg_options=``; :class:`Options` has
+    more.
 
     Attributes:
         is_high_priority_stream: ``high_priority`` of :class:`Options` if True; else its default.
@@ -135,7 +147,8 @@ class NCCLOptions:
 
 
 class ProcessGroupNCCL:
-    """The names of torch.distributed's class that programs use for options; groups are made by ``new_group``."""
+    """The names of torch.distributed's class that programs use for options; groups are made by
+    ``new_group``."""
 
     Options = NCCLOptions
     NCCLConfig = NCCLConfig
@@ -150,8 +163,11 @@ _POLICIES = ("default", "efficiency", "zero")
 _TAGS = 1 << 63
 
 
-def as_call_options(base: CallOptions | None, given: Any, named: Mapping[str, Any]) -> CallOptions | None:
-    """The options of a call: those of ``base``, overridden by ``given`` and then by ``named``; None if none is set.
+def as_call_options(
+    base: CallOptions | None, given: Any, named: Mapping[str, Any]
+) -> CallOptions | None:
+    """The options of a call: those of ``base``, overridden by ``given`` and then by ``named``; None
+    if none is set.
 
     Args:
         given: a :class:`CallOptions`, a dict with the same names, or None.
@@ -167,7 +183,9 @@ def as_call_options(base: CallOptions | None, given: Any, named: Mapping[str, An
     unknown = set(changes) - set(_CALL_TYPES)
     if unknown:
         known = ", ".join(("timeout", *_CALL_TYPES, "timing"))
-        raise DistArgumentError(f"using: unknown {', '.join(sorted(map(repr, unknown)))}; known are {known}")
+        raise DistArgumentError(
+            f"using: unknown {', '.join(sorted(map(repr, unknown)))}; known are {known}"
+        )
     _check_types("using", _CALL_TYPES, changes)
     made = replace(base or CallOptions(), **changes)
     for name in ("min_ctas", "max_ctas", "nvls_ctas", "cga_cluster_size"):
@@ -175,18 +193,26 @@ def as_call_options(base: CallOptions | None, given: Any, named: Mapping[str, An
         if value is not None and value < (0 if name == "cga_cluster_size" else 1):
             raise DistArgumentError(f"using: {name}={value} is too small")
     if made.min_ctas is not None and made.max_ctas is not None and made.min_ctas > made.max_ctas:
-        raise DistArgumentError(f"using: min_ctas={made.min_ctas} is more than max_ctas={made.max_ctas}")
+        raise DistArgumentError(
+            f"using: min_ctas={made.min_ctas} is more than max_ctas={made.max_ctas}"
+        )
     if made.cta_policy is not None and made.cta_policy not in _POLICIES:
-        raise DistArgumentError(f"using: cta_policy={made.cta_policy!r} is none of {', '.join(_POLICIES)}")
+        raise DistArgumentError(
+            f"using: cta_policy={made.cta_policy!r} is none of {', '.join(_POLICIES)}"
+        )
     if made.profiler_tag is not None and not 0 <= made.profiler_tag < _TAGS:
-        raise DistArgumentError(f"using: profiler_tag={made.profiler_tag} is not from 0 to 2**63 - 1")
+        raise DistArgumentError(
+            f"using: profiler_tag={made.profiler_tag} is not from 0 to 2**63 - 1"
+        )
     _check_compression("using", made.compression)
     return made if made.given() else None
 
 
 def _check_compression(where: str, compression: str | None) -> None:
     if compression is not None and compression not in _COMPRESSIONS:
-        raise DistArgumentError(f"{where}: compression={compression!r} is none of {', '.join(_COMPRESSIONS)}")
+        raise DistArgumentError(
+            f"{where}: compression={compression!r} is none of {', '.join(_COMPRESSIONS)}"
+        )
 
 
 def _check_sum(where: str, kind: str | None) -> None:
@@ -197,14 +223,17 @@ def _check_sum(where: str, kind: str | None) -> None:
 def _check_types(what: str, types: Mapping[str, type], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         kind = types[name]
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        if value is not None and (
+            not isinstance(value, kind) or (kind is int and isinstance(value, bool))
+        ):
             raise DistTypeError(f"{what}: {name} must be {_article(kind)}, got {value!r}")
 
 
 def as_options(given: Any) -> Options:
     """The user's ``pg_options`` as :class:`Options`.
 
-    From other libraries' objects (torch's ``ProcessGroupNCCL.Options``) the attributes of the same meaning are taken.
+    From other libraries' objects (torch's ``ProcessGroupNCCL.Options``) the attributes of the same
+    meaning are taken.
 
     Raises:
         DistArgumentError: a dict with an unknown name.
@@ -216,7 +245,8 @@ def as_options(given: Any) -> Options:
         unknown = set(given) - set(_TYPES)
         if unknown:
             raise DistArgumentError(
-                f"pg_options: unknown {', '.join(map(repr, sorted(unknown)))}; known are {', '.join(sorted(_TYPES))}"
+                f"pg_options: unknown {', '.join(map(repr, sorted(unknown)))}; known are"
+                f" {', '.join(sorted(_TYPES))}"
             )
         found = Options(**given)
     elif given is None:
@@ -249,9 +279,14 @@ def wants_timing(given: Any) -> bool:
 
 
 def wants_order(given: Any) -> bool:
-    """True if ``pg_options`` of any kind, or else the environment, ask for deterministic reductions."""
+    """True if ``pg_options`` of any kind, or else the environment, ask for deterministic
+    reductions."""
     deterministic = _option(given, "deterministic")
-    return bool(environment.flag("UNICOLL_DETERMINISTIC")) if deterministic is None else deterministic is True
+    return (
+        bool(environment.flag("UNICOLL_DETERMINISTIC"))
+        if deterministic is None
+        else deterministic is True
+    )
 
 
 def wants_exact_sums(given: Any) -> bool:

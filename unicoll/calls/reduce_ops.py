@@ -1,4 +1,5 @@
-"""The reductions that exist for each element type, and the conversion of users' values to :class:`Reduction`."""
+"""The reductions that exist for each element type, and the conversion of users' values to
+:class:`Reduction`."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def supported_reductions() -> dict[str, tuple[str, ...]]:
 
 
 def only_on_host(dtype: DType, op: Reduction) -> bool:
-    """True for a reduction that no library of a device computes as unicoll does: exact sums, averages of integers."""
+    """True for a reduction that no library of a device computes as unicoll does: exact sums,
+    averages of integers."""
     return op in EXACT.values() or (op == ReduceOp.AVG and dtype.kind in "ui")
 
 
@@ -82,12 +84,14 @@ def check_reduction(op: Op, dtype: DType, reduce: Reduction) -> None:
         taken = supported_reductions().get(dtype.name)
         instead = f"it takes {', '.join(taken)}" if taken else "it is moved, and not reduced"
         raise DistTypeError(
-            f"{op.name}: ReduceOp.{reduce.name} is not defined for {dtype.name} ({instead})", op=op.name
+            f"{op.name}: ReduceOp.{reduce.name} is not defined for {dtype.name} ({instead})",
+            op=op.name,
         )
     factor = reduce.factor
     if factor is not None and dtype.kind in "ui" and factor != int(factor.real):
         raise DistTypeError(
-            f"{op.name}: PREMUL_SUM of {dtype.name} needs an integer factor, got {factor}", op=op.name
+            f"{op.name}: PREMUL_SUM of {dtype.name} needs an integer factor, got {factor}",
+            op=op.name,
         )
     if factor is not None and dtype.kind == "f" and isinstance(factor, complex):
         raise DistTypeError(

@@ -6,14 +6,15 @@ from unicoll.arrays.types import ALL_DTYPES
 from unicoll.calls.call import Call
 
 NO_RANK = -(1 << 31)
-"""A rank that is no process (MPI_PROC_NULL): a message to it, or from it, ends at once and moves no data. Sums and
-differences of ranks do not give this number by accident."""
+"""A rank that is no process (MPI_PROC_NULL): a message to it, or from it, ends at once and moves no
+data. Sums and differences of ranks do not give this number by accident."""
 
 _ITEMSIZES = {dtype.code: dtype.itemsize for dtype in ALL_DTYPES}
 
 
 class Status:
-    """Sender, tag and size of a message (MPI_Status): of a receive that got this object, or of a probe.
+    """Sender, tag and size of a message (MPI_Status): of a receive that got this object, or of a
+    probe.
 
     Attributes and the values that they have before the message has come:
 
@@ -23,7 +24,8 @@ class Status:
     - ``count``: number of elements; 0.
     - ``nbytes``: bytes; 0.
 
-    For a receive from :data:`NO_RANK`, ``source`` and ``group_source`` are that, ``tag`` is -1 and ``count`` 0.
+    For a receive from :data:`NO_RANK`, ``source`` and ``group_source`` are that, ``tag`` is -1 and
+    ``count`` 0.
     """
 
     __slots__ = ("_call", "_nobody", "_ranks")
@@ -34,7 +36,8 @@ class Status:
         self._ranks: tuple[int, ...] = ()
 
     def follow(self, call: Call | None, ranks: tuple[int, ...] = ()) -> None:
-        """Describe the message of a receive or probe in a group of these ranks; None is a receive from NO_RANK."""
+        """Describe the message of a receive or probe in a group of these ranks; None is a receive
+        from NO_RANK."""
         self._nobody = -1 if call is not None else NO_RANK
         self._call, self._ranks = call, ranks
 

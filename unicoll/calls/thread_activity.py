@@ -1,7 +1,8 @@
-"""What the threads of this process are in: blocking calls, waits for posted calls, functions of the user.
+"""What the threads of this process are in: blocking calls, waits for posted calls, functions of the
+user.
 
-A thread adds an entry and removes it afterwards, which costs a tenth of a microsecond; the flight recorder and the
-search for blocked calls read those of all threads.
+A thread adds an entry and removes it afterwards, which costs a tenth of a microsecond; the flight
+recorder and the search for blocked calls read those of all threads.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ class Executor(Protocol):
 
     @property
     def executing_backend(self) -> object | None:
-        """The backend of host arrays that executes its calls one after another; None if the library does."""
+        """The backend of host arrays that executes its calls one after another; None if the library
+        does."""
 
 
 class NotBlocked:
-    """A function of the user that unicoll has called, or a wait with a limit; each one is an object of its own."""
+    """A function of the user that unicoll has called, or a wait with a limit; each one is an object
+    of its own."""
 
 
 class Activity(NamedTuple):
@@ -36,7 +39,8 @@ class Activity(NamedTuple):
 
     Attributes:
         thread: its number.
-        what: a call, the completion of posted ones that the thread waits for without a limit, or a NotBlocked.
+        what: a call, the completion of posted ones that the thread waits for without a limit, or a
+            NotBlocked.
         backend: of a call.
         kind: of a call that is recorded; else None.
         begun: when, on the clock of ``time.monotonic``; of a call that is recorded.
@@ -52,13 +56,16 @@ class Activity(NamedTuple):
 
 
 entries: list[tuple[Any, ...]] = []
-"""The fields of each :class:`Activity`, as plain tuples, which take less time to make. A thread's last one is the
-innermost. No two are equal, so that ``remove`` finds the right one."""
+"""The fields of each :class:`Activity`, as plain tuples, which take less time to make. A thread's
+last one is the innermost. No two are equal, so that ``remove`` finds the right one."""
 
 
 @contextmanager
-def entered(what: Call | Completion | NotBlocked, backend: Executor | None = None) -> Iterator[None]:
-    """The calling thread is in a call, a wait, or a function of the user, during the ``with`` block."""
+def entered(
+    what: Call | Completion | NotBlocked, backend: Executor | None = None
+) -> Iterator[None]:
+    """The calling thread is in a call, a wait, or a function of the user, during the ``with``
+    block."""
     entry = (get_ident(), what, backend)
     try:
         entries.append(entry)

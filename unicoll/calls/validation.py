@@ -1,7 +1,7 @@
 """Validation of calls against the table of operations, and their signatures.
 
-:func:`check` refuses a bad call before data moves; :func:`sign` gives a number that is equal on all ranks whose calls
-agree.
+:func:`check` refuses a bad call before data moves; :func:`sign` gives a number that is equal on all
+ranks whose calls agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def check(call: Call, rank: int, size: int) -> None:
     """
     op, inputs, outputs = call.op, call.inputs, call.outputs
     if op.rooted and not 0 <= call.root < size:
-        raise DistArgumentError(f"{op.name}: root {call.root} is not a rank of a group of {size}", op=op.name)
+        raise DistArgumentError(
+            f"{op.name}: root {call.root} is not a rank of a group of {size}", op=op.name
+        )
     at_root = rank == call.root
     _check_arity(op, "input", op.inputs, inputs, at_root, size)
     _check_arity(op, "output", op.outputs, outputs, at_root, size)
@@ -46,7 +48,9 @@ def check(call: Call, rank: int, size: int) -> None:
     for i, buffer in enumerate(outputs):
         if not buffer.writable:
             which = f"output {i}" if len(outputs) > 1 else "the output"
-            raise DistArgumentError(f"{op.name}: {which} ({buffer}) {_write_refusal(buffer)}", op=op.name)
+            raise DistArgumentError(
+                f"{op.name}: {which} ({buffer}) {_write_refusal(buffer)}", op=op.name
+            )
     if call.reduce is not None:
         check_reduction(op, first.dtype, call.reduce)
     _check_sizes(call, rank, size)
@@ -56,11 +60,13 @@ def _write_refusal(buffer: Buffer) -> str:
     """The reason that results cannot be written to a buffer."""
     if getattr(buffer.owner, "requires_grad", False):
         return (
-            "requires grad and was computed from other tensors: a write that autograd does not record would make"
-            " their gradients wrong; give its .detach(), or call this under torch.no_grad()"
+            "requires grad and was computed from other tensors: a write that autograd does not"
+            " record would make their gradients wrong; give its .detach(), or call this under"
+            " torch.no_grad()"
         )
     kind = type(buffer.owner)
-    if hasattr(kind, "stride"):  # a tensor of torch: none is read-only
+    # A tensor of torch: none is read-only.
+    if hasattr(kind, "stride"):
         return "has several elements in the same memory; give its .clone()"
     shape, strides = getattr(buffer.owner, "shape", ()), getattr(buffer.owner, "strides", None)
     if strides and has_shared_elements(shape, strides, buffer.dtype.itemsize):
@@ -91,9 +97,14 @@ def _check_arity(
             if at_root
             else " on ranks that are not the root"
         )
-        hint = f": {op.name}_list is None or empty" if arity is Arity.PER_RANK_AT_ROOT and not buffers else ""
+        hint = (
+            f": {op.name}_list is None or empty"
+            if arity is Arity.PER_RANK_AT_ROOT and not buffers
+            else ""
+        )
         raise DistArgumentError(
-            f"{op.name}: {len(buffers)} {side} arrays given, {expected} expected{where} (group of {size}){hint}",
+            f"{op.name}: {len(buffers)} {side} arrays given, {expected} expected{where} (group of"
+            f" {size}){hint}",
             op=op.name,
         )
 
@@ -111,20 +122,26 @@ def _check_sizes(call: Call, rank: int, size: int) -> None:
             _check_parts(op, "input", inputs, outputs[0], rank)
     elif sizes is Sizes.GATHERED_FLAT:
         if outputs[0].count != size * inputs[0].count:
-            _size_error(op, f"output {outputs[0]} must hold {size} times the elements of input {inputs[0]}")
+            _size_error(
+                op, f"output {outputs[0]} must hold {size} times the elements of input {inputs[0]}"
+            )
     elif sizes is Sizes.SCATTERED_FLAT:
         if inputs[0].count != size * outputs[0].count:
-            _size_error(op, f"input {inputs[0]} must hold {size} times the elements of output {outputs[0]}")
+            _size_error(
+                op, f"input {inputs[0]} must hold {size} times the elements of output {outputs[0]}"
+            )
     elif sizes is Sizes.EXCHANGED:
         _check_exchange(call, rank, size)
 
 
 def _check_parts(op: Op, side: str, parts: Sequence[Buffer], mine: Buffer, rank: int) -> None:
-    """Refuse a list whose entry for this rank, or any entry of an even operation, differs in size from ``mine``."""
+    """Refuse a list whose entry for this rank, or any entry of an even operation, differs in size
+    from ``mine``."""
     for i, part in enumerate(parts):
         if (i == rank or not op.uneven) and part.count != mine.count:
             _size_error(
-                op, f"{side} {i} is {part}, this rank's own array is {mine}: they must be of one size"
+                op,
+                f"{side} {i} is {part}, this rank's own array is {mine}: they must be of one size",
             )
 
 
@@ -139,7 +156,8 @@ def _check_exchange(call: Call, rank: int, size: int) -> None:
     if call.in_counts[rank] != call.out_counts[rank]:
         _size_error(
             op,
-            f"this rank sends itself {call.in_counts[rank]} elements but has room for {call.out_counts[rank]}",
+            f"this rank sends itself {call.in_counts[rank]} elements but has room for"
+            f" {call.out_counts[rank]}",
         )
 
 
@@ -152,13 +170,16 @@ def _split_counts(
     if splits is None:
         if rows % size:
             _size_error(
-                op, f"{side} {buffer}: dimension 0 cannot be divided by {size} ranks; give {side}_split_sizes"
+                op,
+                f"{side} {buffer}: dimension 0 cannot be divided by {size} ranks; give"
+                f" {side}_split_sizes",
             )
         return (rows // size * row,) * size
     if len(splits) != size or any(s < 0 for s in splits) or sum(splits) != rows:
         _size_error(
             op,
-            f"{side}_split_sizes {list(splits)} must be {size} sizes that sum to dimension 0 of {side} {buffer}",
+            f"{side}_split_sizes {list(splits)} must be {size} sizes that sum to dimension 0 of"
+            f" {side} {buffer}",
         )
     return tuple(s * row for s in splits)
 
@@ -167,16 +188,16 @@ def _size_error(op: Op, message: str) -> None:
     raise DistArgumentError(f"{op.name}: {message}", op=op.name)
 
 
-# --- signatures ----------------------------------------------------------------------------------------------------
+# --- signatures -----------------------------------------------------------------------------------
 
 
 def sign(call: Call) -> int:
     """The signature of a call: a number that is equal on ranks whose calls agree.
 
-    It covers operation, dtype, shape (per-rank sizes where they may be uneven), reduction, compression and root. Sizes
-    that may differ between ranks (the split sizes of an all_to_all, the sizes in a gather or scatter) are compared pair
-    by pair by the backend.
-    Hashes of tuples of numbers do not depend on PYTHONHASHSEED. Numbers in them are not negative: hash(-1) == hash(-2).
+    It covers operation, dtype, shape (per-rank sizes where they may be uneven), reduction,
+    compression and root. Sizes that may differ between ranks (the split sizes of an all_to_all, the
+    sizes in a gather or scatter) are compared pair by pair by the backend. Hashes of tuples of
+    numbers do not depend on PYTHONHASHSEED. Numbers in them are not negative: hash(-1) == hash(-2).
     """
     op = call.op
     buffer = call.inputs[0] if call.inputs else call.outputs[0] if call.outputs else None

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 from unicoll.calls import flight_recorder
 from unicoll.calls.error_marks import mark_delivered
 from unicoll.calls.thread_activity import NotBlocked, entered, entries
-from unicoll.errors import BackendUnavailableError, DistArgumentError, DistError, OperationTimeoutError
+from unicoll.errors import (
+    BackendUnavailableError,
+    DistArgumentError,
+    DistError,
+    OperationTimeoutError,
+)
 from unicoll.process.timeouts import Timeout, to_seconds
 
 if TYPE_CHECKING:
@@ -64,7 +69,8 @@ class Completion(ABC):
         self.add_done_callback(lambda: flight_recorder.end(entries, self.exception()))
 
     def took(self) -> float:
-        """Seconds from the batch's start to its end, for a timed batch that has ended without an error."""
+        """Seconds from the batch's start to its end, for a timed batch that has ended without an
+        error."""
         raise BackendUnavailableError("duration: this backend does not time its operations")
 
 
@@ -73,9 +79,10 @@ class HostCompletion(Completion):
 
     Attributes:
         calls: the batch.
-        before_wait: called with this object by a thread before it waits without a timeout; it may execute the batch, or
-            wait itself.
-        callback_thread: runs the callbacks if the program's thread may end the batch; else the thread that does.
+        before_wait: called with this object by a thread before it waits without a timeout; it may
+            execute the batch, or wait itself.
+        callback_thread: runs the callbacks if the program's thread may end the batch; else the
+            thread that does.
         begun: start time on the clock of ``time.perf_counter`` if the batch is timed, else 0.
     """
 
@@ -91,7 +98,8 @@ class HostCompletion(Completion):
 
     def __init__(self, calls: tuple[Call, ...]) -> None:
         self.calls = calls
-        self._done_lock = threading.Lock()  # held until done: a bare lock wakes a waiter faster than an Event
+        # Held until done: a bare lock wakes a waiter faster than an Event.
+        self._done_lock = threading.Lock()
         self._done_lock.acquire()
         self._callbacks: list[Callable[[], None]] = []
         if calls[0].timed:
@@ -108,7 +116,8 @@ class HostCompletion(Completion):
         self._entries = (*self._entries, *entries) if self._entries else entries
         if self._started:
             flight_recorder.start(entries, self._started)
-        if self._done:  # else finish() sees the entries
+        # Else finish() sees the entries.
+        if self._done:
             flight_recorder.end(entries, self._error)
 
     def took(self) -> float:
@@ -117,21 +126,25 @@ class HostCompletion(Completion):
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the batch ended and wake all waiters; only the first call counts."""
         now = time.perf_counter() if self.begun else 0.0
-        if self._done:  # no call from here on, which could let another thread in
+        # No call from here on, which could let another thread in.
+        if self._done:
             return
         self._took = now - self.begun
         self._error = error
         self._done = True
         try:
-            self.before_wait = None  # it keeps the group alive
+            # It keeps the group alive.
+            self.before_wait = None
             flight_recorder.end(self._entries, error)
         finally:
             try:
                 self._done_lock.release()
             except RuntimeError:
-                pass  # see _acquire
+                # See _acquire.
+                pass
             finally:
-                # An exception of a signal's handler, raised behind one of the calls above, does not lose the callbacks.
+                # An exception of a signal's handler, raised behind one of the calls above, does not
+                # lose the callbacks.
                 if self._callbacks:
                     if self.callback_thread is not None:
                         self.callback_thread.ended.put(self)
@@ -145,11 +158,13 @@ class HostCompletion(Completion):
                 try:
                     callback = self._callbacks[-1]
                     self._callbacks.remove(callback)
-                except (IndexError, ValueError):  # another thread took it
+                except (IndexError, ValueError):
+                    # Another thread took it.
                     continue
                 try:
                     callback()
-                except BaseException:  # of a signal's handler: the others are called, too
+                except BaseException:
+                    # Of a signal's handler: the others are called, too.
                     self.run_callbacks()
                     raise
 
@@ -173,19 +188,21 @@ class HostCompletion(Completion):
             raise self._error
 
     def check_until_done(self, check: Callable[[], None], seconds: float) -> None:
-        """Wait until the batch has ended, with or without an error, and call a function every ``seconds``."""
+        """Wait until the batch has ended, with or without an error, and call a function every
+        ``seconds``."""
         while not self._done and not self._acquire(seconds):
             check()
 
     def _acquire(self, seconds: float) -> bool:
-        """Wait until the batch has ended, for ``seconds`` at most unless negative; True if it has."""
+        """Wait until the batch has ended, for ``seconds`` at most unless negative; True if it
+        has."""
         acquired = None
         try:
             acquired = self._done_lock.acquire(timeout=seconds)
             return acquired
         finally:
-            # A signal's handler may have raised after the lock was acquired. If it was not, this releases it once too
-            # often, so that two waiting threads go on at once.
+            # A signal's handler may have raised after the lock was acquired. If it was not, this
+            # releases it once too often, so that two waiting threads go on at once.
             if acquired is not False and self._done:
                 try:
                     self._done_lock.release()
@@ -217,7 +234,8 @@ class HostCompletion(Completion):
         if self._done and self._callbacks:
             try:
                 self._callbacks.remove(fn)
-            except ValueError:  # finish() has run it
+            except ValueError:
+                # finish() has run it.
                 return
             with entered(NotBlocked()):
                 fn()
@@ -237,8 +255,8 @@ def _call_logged(fn: Callable[[], None]) -> None:
 class Work:
     """Handle of an asynchronous operation, with the methods of torch.distributed's ``Work``.
 
-    The arrays of the operation are kept alive by it. They must not be written (inputs) or read (outputs) before
-    :meth:`wait` has returned.
+    The arrays of the operation are kept alive by it. They must not be written (inputs) or read
+    (outputs) before :meth:`wait` has returned.
     """
 
     __slots__ = ("_calls", "_completion", "_future", "_waited")
@@ -251,7 +269,8 @@ class Work:
 
     @property
     def completion(self) -> Completion:
-        """The backend's handle of the operation, which does not keep the arrays alive once it has been waited for."""
+        """The backend's handle of the operation, which does not keep the arrays alive once it has
+        been waited for."""
         return self._completion
 
     @property
@@ -262,12 +281,14 @@ class Work:
     def wait(self, timeout: Timeout = None) -> bool:
         """Order the caller after the operation; returns True.
 
-        CPU arrays: blocks until the operation is done. CUDA arrays: makes the current stream wait and returns.
-        An operation on CPU arrays that has not begun may be executed by the calling thread, if ``timeout`` is None. An
-        exception that a signal's handler raises, for example KeyboardInterrupt, then ends it, as in a blocking call.
+        CPU arrays: blocks until the operation is done. CUDA arrays: makes the current stream wait
+        and returns. An operation on CPU arrays that has not begun may be executed by the calling
+        thread, if ``timeout`` is None. An exception that a signal's handler raises, for example
+        KeyboardInterrupt, then ends it, as in a blocking call.
 
         Args:
-            timeout: how long to block at most (timedelta or seconds); None waits for the operation's own deadline.
+            timeout: how long to block at most (timedelta or seconds); None waits for the
+                operation's own deadline.
 
         Raises:
             OperationTimeoutError: not done in time; the operation itself is still running.
@@ -317,24 +338,29 @@ class Work:
     def duration(self) -> float:
         """Seconds that the operation took, once it is done (blocks the host until then).
 
-        For CUDA arrays over NCCL it is device time, from when the stream reaches the operation to its end; the wait for
-        the other ranks is part of it. Otherwise it is host time from the start of the operation, which for
-        messages is when they are posted. The operations of a batch have one duration.
+        For CUDA arrays over NCCL it is device time, from when the stream reaches the operation to
+        its end; the wait for the other ranks is part of it. Otherwise it is host time from the
+        start of the operation, which for messages is when they are posted. The operations of a
+        batch have one duration.
 
         Raises:
             DistArgumentError: the operation was not timed (``timing=True`` in ``pg_options`` or
-                :meth:`ProcessGroup.using`, or ``UNICOLL_TIMING=1``), or the operation was recorded into a graph.
+                :meth:`ProcessGroup.using`, or ``UNICOLL_TIMING=1``), or the operation was recorded
+                into a graph.
             DistError: the operation's error.
         """
         call = self._calls[0]
         if not call.timed:
             raise DistArgumentError(
-                f"duration: {call.describe()} was not timed: make the call through group.using(timing=True), or give"
-                " timing=True in pg_options, or set UNICOLL_TIMING=1",
+                f"duration: {call.describe()} was not timed: make the call through"
+                " group.using(timing=True), or give timing=True in pg_options, or set"
+                " UNICOLL_TIMING=1",
                 op=call.op.name,
             )
         if self._completion.recorded:
-            raise DistArgumentError(f"duration: {call.describe()} was recorded into a graph", op=call.op.name)
+            raise DistArgumentError(
+                f"duration: {call.describe()} was recorded into a graph", op=call.op.name
+            )
         self.synchronize()
         return self._completion.took()
 
@@ -344,17 +370,17 @@ class Work:
         return self._outputs()
 
     def _outputs(self) -> list[Any]:
-        return [b.owner for call in self._calls for b in (call.outputs or call.inputs)]
+        return [b.owner for call in self._calls for b in call.outputs or call.inputs]
 
     def get_future(self) -> Any:
         """A future of the output arrays; the same one at every call.
 
         For torch tensors it is a ``torch.futures.Future``, as DDP's communication hooks and
-        ``torch.futures.collect_all`` need. It raises RuntimeError with the text of the operation's error, which
-        :meth:`exception` has. That of CUDA tensors over NCCL is complete at once, and its ``wait`` makes the current
-        stream wait (torch.distributed's rule). For other arrays, and for a barrier, it is a
-        ``concurrent.futures.Future``, which has ``then``, ``value`` and ``wait`` of torch's futures, too. Both are
-        complete when the operation has ended.
+        ``torch.futures.collect_all`` need. It raises RuntimeError with the text of the operation's
+        error, which :meth:`exception` has. That of CUDA tensors over NCCL is complete at once, and
+        its ``wait`` makes the current stream wait (torch.distributed's rule). For other arrays, and
+        for a barrier, it is a ``concurrent.futures.Future``, which has ``then``, ``value`` and
+        ``wait`` of torch's futures, too. Both are complete when the operation has ended.
         """
         if self._future is None:
             # concurrent.futures is slow to import.
@@ -366,10 +392,11 @@ class Work:
         return self._future
 
     def get_future_result(self) -> Any:
-        """A future, as :meth:`get_future`, of how the operation ended, with the numbers of torch's ``WorkResult``.
+        """A future, as :meth:`get_future`, of how the operation ended, with the numbers of torch's
+        ``WorkResult``.
 
-        They are 0 for success, 1 for OperationTimeoutError, 2 for another error of the library, 100 for any other one.
-        The future is complete when the operation has ended, on the device, too.
+        They are 0 for success, 1 for OperationTimeoutError, 2 for another error of the library, 100
+        for any other one. The future is complete when the operation has ended, on the device, too.
         """
         from unicoll.calls.futures import work_future
 
@@ -385,10 +412,11 @@ class Work:
         self.wait()
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
-        """Call ``fn()`` once when the operation has ended, on a thread of the library; at once if it has ended.
+        """Call ``fn()`` once when the operation has ended, on a thread of the library; at once if
+        it has ended.
 
-        Operations of the same group that ``fn`` starts come before those that are queued behind this one. An exception
-        of ``fn`` is logged.
+        Operations of the same group that ``fn`` starts come before those that are queued behind
+        this one. An exception of ``fn`` is logged.
         """
         self._waited = True
         self._completion.add_done_callback(lambda: _call_logged(fn))
@@ -407,13 +435,17 @@ class Work:
         return f"<Work {', '.join(c.describe() for c in self._calls)}: {state}>"
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if is_finalizing():  # done() may take a lock, which a daemon thread that no longer runs may hold
+        # done() may take a lock, which a daemon thread that no longer runs may hold.
+        if is_finalizing():
             return
         try:
             dropped = (
-                not self._waited and self._completion.exception() is None and not self._completion.done()
+                not self._waited
+                and self._completion.exception() is None
+                and not self._completion.done()
             )
-        except AttributeError:  # an exception of a signal's handler has ended its creation
+        except AttributeError:
+            # An exception of a signal's handler has ended its creation.
             return
         if dropped:
             warnings.warn(

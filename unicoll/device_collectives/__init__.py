@@ -1,1 +1,2 @@
-"""Collectives between device arrays through a library with NCCL's API: communicators, streams, deadlines, memory."""
+"""Collectives between device arrays through a library with NCCL's API: communicators, streams,
+deadlines, memory."""

@@ -1,12 +1,13 @@
-"""The backend of one group over a library with NCCL's API: collectives between device arrays, ordered by streams.
+"""The backend of one group over a library with NCCL's API: collectives between device arrays,
+ordered by streams.
 
-A blocking call goes on the caller's current stream: the host does not wait, and the arrays need not be kept alive. An
-asynchronous call goes on the group's own stream, after an event that the caller's stream records; ``wait()`` makes the
-caller's stream wait for an event at its end.
+A blocking call goes on the caller's current stream: the host does not wait, and the arrays need not
+be kept alive. An asynchronous call goes on the group's own stream, after an event that the caller's
+stream records; ``wait()`` makes the caller's stream wait for an event at its end.
 
-The parts of the backend are modules of this package: ``group_resources`` (what the group has once it has connected),
-``in_flight`` (operations and the arrays that they keep alive), ``stream_order``, ``failure_detection`` (deadlines,
-failure, teardown) and ``memory.group_memory``.
+The parts of the backend are modules of this package: ``group_resources`` (what the group has once
+it has connected), ``in_flight`` (operations and the arrays that they keep alive), ``stream_order``,
+``failure_detection`` (deadlines, failure, teardown) and ``memory.group_memory``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class DeviceBackend(Backend):
         can_split: True if all members connected when the group was made, so that it can be split.
     """
 
-    def __init__(self, context: Context, parent: DeviceBackend | None = None, connect: bool = True) -> None:
+    def __init__(
+        self, context: Context, parent: DeviceBackend | None = None, connect: bool = True
+    ) -> None:
         self.context = context
         self.native = self.load_library()
         self.runtime = self.load_runtime()
@@ -73,7 +76,9 @@ class DeviceBackend(Backend):
         self._options = as_options(context.options)
         self.detection = FailureDetection(self._state, self._lock)
         config = self.configure(self._options)
-        self._factory = CommunicatorFactory(context, self.native, self.runtime, config, self.detection.check)
+        self._factory = CommunicatorFactory(
+            context, self.native, self.runtime, config, self.detection.check
+        )
         if not connect:
             return
         bound = bound_device(context, self.runtime, context.explicit)
@@ -85,7 +90,7 @@ class DeviceBackend(Backend):
             self._connect(bound, deadline)
             self.can_split = True
 
-    # --- what a subclass chooses ------------------------------------------------------------------------------------
+    # --- what a subclass chooses ------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
@@ -114,8 +119,8 @@ class DeviceBackend(Backend):
         """The transports to the other members, for ``explain()``.
 
         Args:
-            facts: what the members have published (:mod:`~unicoll.device_collectives.communicators.unique_id`), in
-                group order.
+            facts: what the members have published
+                (:mod:`~unicoll.device_collectives.communicators.unique_id`), in group order.
         """
         return []
 
@@ -127,14 +132,17 @@ class DeviceBackend(Backend):
     def create(cls, context: Context) -> DeviceBackend:
         return cls(context)
 
-    # --- connecting -----------------------------------------------------------------------------------------------
+    # --- connecting -------------------------------------------------------------------------------
 
     def _connect(self, device: int, deadline: float) -> GroupResources:
-        """Make the communicator; all members do so, at their first operation or when the group is made."""
+        """Make the communicator; all members do so, at their first operation or when the group is
+        made."""
         with on_device(self.runtime, device), self.detection.failing_group("connecting"):
             return self._adopt(self._factory.init(device, deadline))
 
-    def _connect_split(self, parent: DeviceBackend, resources: GroupResources, deadline: float) -> None:
+    def _connect_split(
+        self, parent: DeviceBackend, resources: GroupResources, deadline: float
+    ) -> None:
         with on_device(self.runtime, resources.device):
             with parent._lock, parent.detection.failing_group("splitting"):
                 parent.detection.await_idle("splitting", self.context.timeout)
@@ -148,7 +156,9 @@ class DeviceBackend(Backend):
         high_priority = self._options.high_priority is not False
         blocking = self._factory.config.blocking
         try:
-            resources = GroupResources(comm, self._state, high_priority, blocking, self.detection.sweep_often)
+            resources = GroupResources(
+                comm, self._state, high_priority, blocking, self.detection.sweep_often
+            )
             self.detection.start(resources)
         except BaseException:
             comm.abort()
@@ -166,13 +176,14 @@ class DeviceBackend(Backend):
             captured = first.stream > LEGACY_STREAM and self.runtime.capturing(first.stream)
         if captured:
             raise DistArgumentError(
-                f"{call.op.name}: the first operation of group {self.context.name!r} connects its ranks, which a graph"
-                " cannot record: do one before capturing, or give device_id= to init_process_group",
+                f"{call.op.name}: the first operation of group {self.context.name!r} connects its"
+                " ranks, which a graph cannot record: do one before capturing, or give device_id="
+                " to init_process_group",
                 op=call.op.name,
             )
         return self._connect(first.device.index, time.monotonic() + call.timeout)
 
-    # --- groups made from this one --------------------------------------------------------------------------------
+    # --- groups made from this one ----------------------------------------------------------------
 
     def split(self, context: Context | None) -> DeviceBackend | None:
         if context is not None:
@@ -234,7 +245,7 @@ class DeviceBackend(Backend):
             self._connect(device, deadline)
         self.can_split = True
 
-    # --- operations ---------------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------
 
     def run(self, call: Call) -> PendingWork | None:
         with self._lock:
@@ -251,8 +262,11 @@ class DeviceBackend(Backend):
         call.write_back()
         return pending
 
-    def _run_on(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> PendingWork | None:
-        """Put a call on the caller's stream. Its arrays are kept only if their library could free them too early."""
+    def _run_on(
+        self, calls: tuple[Call, ...], resources: GroupResources, stream: int
+    ) -> PendingWork | None:
+        """Put a call on the caller's stream. Its arrays are kept only if their library could free
+        them too early."""
         captured = stream > LEGACY_STREAM and self.runtime.capturing(stream)
         others = other_streams(calls, stream)
         resources.streams.wait_for_producers(others, stream, stream)
@@ -292,7 +306,8 @@ class DeviceBackend(Backend):
         return [self.post(calls, stream)] * len(calls)
 
     def _post_barrier(self, resources: GroupResources, call: Call) -> StreamCompletion:
-        """A barrier on the group's own stream; its ``wait()`` blocks the host, since it has no arrays."""
+        """A barrier on the group's own stream; its ``wait()`` blocks the host, since it has no
+        arrays."""
         in_flight = resources.in_flight
         start = in_flight.record_start(call)
         self._issue((call,), resources, resources.stream)
@@ -335,7 +350,8 @@ class DeviceBackend(Backend):
             if not buffers:
                 raise self._no_device(call.op.name)
             resources = self._connect_for(call)
-            self._state.check()  # the group may have failed while there was no communicator to abort
+            # The group may have failed while there was no communicator to abort.
+            self._state.check()
         if buffers and buffers[0].device.index != resources.device:
             raise self._other_device(resources, call.op.name, buffers[0].device.index)
         if resources.least_capability < self.native.full_capability and call.reduce is not None:
@@ -345,22 +361,26 @@ class DeviceBackend(Backend):
     def _refuse_reduction(
         self, resources: GroupResources, call: Call, dtype: DType, reduction: Reduction
     ) -> None:
-        """Refuse the reductions that the library lacks on devices of the group's least capability."""
+        """Refuse the reductions that the library lacks on devices of the group's least
+        capability."""
         least = resources.least_capability
         if self.native.reduction(dtype, reduction, least) is None:
             needed = self.native.full_capability
             ranks, capabilities = self.context.ranks, resources.comm.origin.capabilities
             member = next(i for i, rank in enumerate(ranks) if capabilities[rank] == least)
             raise DistTypeError(
-                f"{call.op.name}: {self.native.name} reduces {dtype} on devices of compute capability"
-                f" {needed[0]}.{needed[1]} or later; that of {self.context.who(member)} has {least[0]}.{least[1]}",
+                f"{call.op.name}: {self.native.name} reduces {dtype} on devices of compute"
+                f" capability {needed[0]}.{needed[1]} or later; that of {self.context.who(member)}"
+                f" has {least[0]}.{least[1]}",
                 op=call.op.name,
             )
 
-    def _other_device(self, resources: GroupResources, name: str, device: int | None) -> DistArgumentError:
+    def _other_device(
+        self, resources: GroupResources, name: str, device: int | None
+    ) -> DistArgumentError:
         return DistArgumentError(
-            f"{name}: the array is on {self._place(device)}, but group {self.context.name!r} is bound to"
-            f" {self._place(resources.device)} on this rank (device_id=, or LOCAL_RANK)",
+            f"{name}: the array is on {self._place(device)}, but group {self.context.name!r} is"
+            f" bound to {self._place(resources.device)} on this rank (device_id=, or LOCAL_RANK)",
             op=name,
         )
 
@@ -378,19 +398,20 @@ class DeviceBackend(Backend):
             return
         if call.peer < 0:
             raise DistArgumentError(
-                f"recv: {self.native.name} cannot receive from any rank: name it with src=", op="recv"
+                f"recv: {self.native.name} cannot receive from any rank: name it with src=",
+                op="recv",
             )
         if call.tag != 0:
             raise DistArgumentError(
-                f"{call.op.name}: {self.native.name} has no tags (tag={call.tag}): messages between two ranks match in"
-                " order",
+                f"{call.op.name}: {self.native.name} has no tags (tag={call.tag}): messages between"
+                " two ranks match in order",
                 op=call.op.name,
             )
 
     def refuse_options(self, options: CallOptions) -> None:
         check_options(options, self.native)
 
-    # --- memory ---------------------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------
 
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         with self._lock:
@@ -410,7 +431,9 @@ class DeviceBackend(Backend):
             if regions[0].device != resources.device:
                 raise self._other_device(resources, "register", regions[0].device)
             with on_device(self.runtime, resources.device), self.detection.failing_group():
-                return resources.memory.register(memory, regions, symmetric, deadline, self._unregister)
+                return resources.memory.register(
+                    memory, regions, symmetric, deadline, self._unregister
+                )
 
     def _unregister(self, registered: RegisteredMemory) -> None:
         """Wait for the operations in flight, which may use the memory, and deregister it."""
@@ -437,7 +460,7 @@ class DeviceBackend(Backend):
             with resources.streams.device_context(buffer.stream):
                 self._run_on((call,), resources, buffer.stream)
 
-    # --- failure and teardown -------------------------------------------------------------------------------------
+    # --- failure and teardown ---------------------------------------------------------------------
 
     def abort(self, error: Exception) -> None:
         self._state.abort(error)
@@ -445,7 +468,7 @@ class DeviceBackend(Backend):
     def close(self) -> None:
         self.detection.close()
 
-    # --- description ----------------------------------------------------------------------------------------------
+    # --- description ------------------------------------------------------------------------------
 
     @property
     def failure(self) -> DistError | None:
@@ -471,7 +494,8 @@ class DeviceBackend(Backend):
         try:
             by_rank = member_facts(origin, _STORE_S)
             return self.describe_transports([by_rank[rank] for rank in self.context.ranks])
-        except Exception as e:  # explain() must not fail; the store may be gone
+        except Exception as e:
+            # explain() must not fail; the store may be gone.
             return [f"expected transports: not known ({e})"]
 
     def _place(self, device: int | None) -> str:

@@ -1,7 +1,8 @@
 """The functions that all libraries with NCCL's API have, by ctypes.
 
-Functions with the same signature as in the interface are the ctypes functions themselves, without a Python wrapper: a
-call costs ctypes' conversion of its arguments and nothing more. ctypes lets other threads run while the library works.
+Functions with the same signature as in the interface are the ctypes functions themselves, without a
+Python wrapper: a call costs ctypes' conversion of its arguments and nothing more. ctypes lets other
+threads run while the library works.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ _NO_COLOR = -1
 """NCCL_SPLIT_NOCOLOR."""
 
 _EIGHT_BYTES_EACH = platform.machine() in ("x86_64", "aarch64")
-"""True if C passes every integer and pointer argument in eight bytes, of which the function reads those it needs.
+"""True if C passes every integer and pointer argument in eight bytes, of which the function reads
+those it needs.
 
-Then all arguments can be declared as pointers, which ctypes converts in half the time that it needs for numbers.
+Then all arguments can be declared as pointers, which ctypes converts in half the time that it needs
+for numbers.
 """
 
 _out, _comm, _stream, _ptr = POINTER(c_void_p), c_void_p, c_void_p, c_void_p
@@ -55,7 +58,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "comm_register": (_comm, _ptr, c_size_t, _out),
     "comm_deregister": (_comm, c_void_p),
 }
-"""The arguments of a method's function; all return a result code but that of ``last_error``, which returns text."""
+"""The arguments of a method's function; all return a result code but that of ``last_error``, which
+returns text."""
 
 
 class Bindings(ABC):
@@ -70,7 +74,8 @@ class Bindings(ABC):
     Attributes:
         symbols: the library's function of each method, by name.
         arguments: those of each method's function.
-        direct: the methods that are the library's functions as they are; their arguments are positional.
+        direct: the methods that are the library's functions as they are; their arguments are
+            positional.
         unique_id_type: the structure of an id, which functions take by value.
 
     Raises:
@@ -89,7 +94,8 @@ class Bindings(ABC):
         self._library = library
         self._slots: list[c_void_p] = []
         number = c_int()
-        # The first call, because NCCL reads the environment in it, which no other thread may change meanwhile.
+        # The first call, because NCCL reads the environment in it, which no other thread may change
+        # meanwhile.
         code = self._function("version")(byref(number))
         if code:
             raise DistBackendError(f"{self.symbols['version']} of {path} returns {code}")
@@ -131,7 +137,8 @@ class Bindings(ABC):
     # --- communicators ---
 
     def unique_id(self) -> tuple[int, bytes]:
-        """A new id. NCCL starts a thread that listens for the ranks; the process must not fork afterwards."""
+        """A new id. NCCL starts a thread that listens for the ranks; the process must not fork
+        afterwards."""
         unique_id = self.unique_id_type()
         return self._c.unique_id(byref(unique_id)), bytes(unique_id)
 
@@ -153,7 +160,10 @@ class Bindings(ABC):
         ids = self.ids(unique_ids)
         if len(ids) == 1:
             return self._c.comm_init(byref(slot), size, ids[0], rank, byref(options)), slot
-        return self._c.comm_init_scalable(byref(slot), size, rank, len(ids), ids, byref(options)), slot
+        return (
+            self._c.comm_init_scalable(byref(slot), size, rank, len(ids), ids, byref(options)),
+            slot,
+        )
 
     def ids(self, unique_ids: Sequence[bytes]) -> ctypes.Array[Any]:
         """The ids as an array of structures.
@@ -167,8 +177,11 @@ class Bindings(ABC):
                 raise DistBackendError(f"an id of {self.name} has {nbytes} bytes, not {len(one)}")
         return (self.unique_id_type * len(unique_ids)).from_buffer_copy(b"".join(unique_ids))
 
-    def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, HandleSlot]:
-        """Take part in a split; the slot is written while ``comm`` is in progress, and stays None without a color."""
+    def comm_split(
+        self, comm: int, color: int | None, key: int, config: Config
+    ) -> tuple[int, HandleSlot]:
+        """Take part in a split; the slot is written while ``comm`` is in progress, and stays None
+        without a color."""
         slot, options = c_void_p(), self.config(config)
         number = _NO_COLOR if color is None else color
         return self.keep(self._c.comm_split(comm, number, key, byref(slot), byref(options)), slot)
@@ -176,7 +189,8 @@ class Bindings(ABC):
     # --- operations ---
 
     def premul_sum(self, factor: bytes, dtype: int, comm: int) -> tuple[int, int]:
-        """An operation that multiplies by ``factor``, which the library reads before this returns, and sums."""
+        """An operation that multiplies by ``factor``, which the library reads before this returns,
+        and sums."""
         op = c_int()
         scalar = (c_ubyte * len(factor)).from_buffer_copy(factor)
         code = self._c.premul_sum(byref(op), ctypes.addressof(scalar), dtype, _HOST_IMMEDIATE, comm)
@@ -190,7 +204,9 @@ class Bindings(ABC):
         code = self._c.mem_alloc(byref(slot), nbytes)
         return code, slot.value or 0
 
-    def window_register(self, comm: int, ptr: int, nbytes: int, symmetric: bool) -> tuple[int, HandleSlot]:
+    def window_register(
+        self, comm: int, ptr: int, nbytes: int, symmetric: bool
+    ) -> tuple[int, HandleSlot]:
         """Register memory, on all ranks; the slot is written while ``comm`` is in progress."""
         slot = c_void_p()
         flags = _WINDOW_SYMMETRIC if symmetric else _WINDOW_DEFAULT
@@ -205,15 +221,18 @@ class Bindings(ABC):
     # --- helpers ---
 
     def keep(self, code: int, slot: c_void_p) -> tuple[int, c_void_p]:
-        """Keep the memory to which the library will write, for good: a caller that stops waiting may drop the slot.
+        """Keep the memory to which the library will write, for good: a caller that stops waiting
+        may drop the slot.
 
-        The code does not show whether the library has written: it can be success for what has only begun.
+        The code does not show whether the library has written: it can be success for what has only
+        begun.
         """
         self._slots.append(slot)
         return code, slot
 
     def _function(self, method: str) -> Callable[..., Any]:
-        """A method's function with its signature, or one that raises because the library lacks it."""
+        """A method's function with its signature, or one that raises because the library lacks
+        it."""
         symbol = self.symbols[method]
         if not self.has_symbol(symbol):
             return self._missing(symbol)
@@ -221,7 +240,9 @@ class Bindings(ABC):
         found.restype = c_char_p if method == "last_error" else c_int
         arguments = self.arguments[method]
         found.argtypes = (
-            (c_void_p,) * len(arguments) if method in self.direct and _EIGHT_BYTES_EACH else arguments
+            (c_void_p,) * len(arguments)
+            if method in self.direct and _EIGHT_BYTES_EACH
+            else arguments
         )
         return found  # type: ignore[no-any-return]
 

@@ -1,7 +1,8 @@
-"""Failures of one group: deadlines, deaths of ranks, the library's asynchronous errors, abort and teardown.
+"""Failures of one group: deadlines, deaths of ranks, the library's asynchronous errors, abort and
+teardown.
 
-The watchdog's thread calls :meth:`FailureDetection.sweep` for every group. A failure, which a sweep finds or another
-rank announces, stops the communicator.
+The watchdog's thread calls :meth:`FailureDetection.sweep` for every group. A failure, which a sweep
+finds or another rank announces, stops the communicator.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from unicoll.process import logs
 from unicoll.process.interrupts import Flag
 
 _WARNING_S = 20.0
-"""How long :meth:`FailureDetection.close` waits for operations in flight before it logs a warning."""
+"""How long :meth:`FailureDetection.close` waits for operations in flight before it logs a
+warning."""
 _UNRAISED_S = 1.0
-"""How long after a failure it is logged if no call has raised it; a thread that waits for an operation raises it at
-once."""
+"""How long after a failure it is logged if no call has raised it; a thread that waits for an
+operation raises it at once."""
 _abandoned: list[tuple[Call, ...]] = []
 """Calls that a library could not stop: the device may use their arrays until the process ends."""
 
@@ -58,8 +60,10 @@ class FailureDetection:
         self._lock = lock
         self._log = logs.logger(context.backend)
         self._resources: GroupResources | None = None
-        self._log_at: float | None = None  # when the failure is logged unless a call has raised it
-        self._aborted = Flag()  # set when a failed group has been stopped, or cannot fail any more
+        # When the failure is logged unless a call has raised it.
+        self._log_at: float | None = None
+        # Set when a failed group has been stopped, or cannot fail any more.
+        self._aborted = Flag()
         state.add_listener(self._start_abort)
         if context.job.control is not None:
             context.job.control.watch(context.name, context.backend, state.abort, self._report)
@@ -68,7 +72,8 @@ class FailureDetection:
         """Supervise a group that has connected."""
         context = self._context
         self.watchdog = context.job.shared(
-            f"{context.backend}-watchdog", partial(WatchdogThread, context.backend, resources.comm.runtime)
+            f"{context.backend}-watchdog",
+            partial(WatchdogThread, context.backend, resources.comm.runtime),
         )
         self._resources = resources
         self.watchdog.watch(self)
@@ -79,14 +84,16 @@ class FailureDetection:
             self.watchdog.sweep_often()
 
     def check(self, call: Call | None) -> None:
-        """Raise if the group has failed or a member died; called repeatedly while a thread waits for the library."""
+        """Raise if the group has failed or a member died; called repeatedly while a thread waits
+        for the library."""
         self._state.check()
         self._check_departures(call)
 
-    # --- the watchdog's sweep -----------------------------------------------------------------------------------
+    # --- the watchdog's sweep ---------------------------------------------------------------------
 
     def sweep(self, now: float) -> bool:
-        """Remove what has ended, and fail the group if something went wrong; True if callbacks are pending.
+        """Remove what has ended, and fail the group if something went wrong; True if callbacks are
+        pending.
 
         On the watchdog's thread.
         """
@@ -116,7 +123,8 @@ class FailureDetection:
             )
 
     def sweep_failed(self, cause: BaseException) -> None:
-        """Fail the group because a sweep raised: without sweeps no operation ends. On the watchdog's thread."""
+        """Fail the group because a sweep raised: without sweeps no operation ends. On the
+        watchdog's thread."""
         if self._state.error is None:
             self._state.abort(operation_errors.thread_failed(self._context, cause))
 
@@ -140,7 +148,8 @@ class FailureDetection:
     def _check_issuing(self, in_flight: InFlight, now: float) -> None:
         """Raise if a thread is in the library for longer than its call's timeout.
 
-        NCCL connects ranks within their first calls, and waits there without limit for a rank that is gone.
+        NCCL connects ranks within their first calls, and waits there without limit for a rank that
+        is gone.
         """
         issuing = in_flight.issuing
         if issuing is None:
@@ -165,7 +174,8 @@ class FailureDetection:
         )
 
     def _report(self) -> dict[str, Any]:
-        """The operation that this rank is in, and the last one posted, for the error of another rank."""
+        """The operation that this rank is in, and the last one posted, for the error of another
+        rank."""
         if self._resources is None:
             return operation_errors.report(None, None)
         in_flight = self._resources.in_flight
@@ -176,14 +186,15 @@ class FailureDetection:
             last.describe_call().ended if last is not None else None,
         )
 
-    # --- failure ------------------------------------------------------------------------------------------------
+    # --- failure ----------------------------------------------------------------------------------
 
     @contextmanager
     def failing_group(self, what: str | None = None) -> Iterator[None]:
-        """Within the context, in which all members do ``what``, an error fails the group: the others would wait.
+        """Within the context, in which all members do ``what``, an error fails the group: the
+        others would wait.
 
-        An argument that is refused is refused on all members. Without ``what`` other errors are, too, and only a
-        timeout fails the group.
+        An argument that is refused is refused on all members. Without ``what`` other errors are,
+        too, and only a timeout fails the group.
         """
         try:
             yield
@@ -222,12 +233,14 @@ class FailureDetection:
     def await_abort(self) -> None:
         """If the group has failed, wait until its operations have been stopped."""
         if self._state.error is not None:
-            self._aborted.wait(2 * END_S)  # it takes END_S at most, and users' callbacks
+            # It takes END_S at most, and users' callbacks.
+            self._aborted.wait(2 * END_S)
 
-    # --- teardown -----------------------------------------------------------------------------------------------
+    # --- teardown ---------------------------------------------------------------------------------
 
     def await_idle(self, what: str, timeout: float) -> None:
-        """Wait until nothing is in flight: NCCL may deadlock if a communicator with work is split."""
+        """Wait until nothing is in flight: NCCL may deadlock if a communicator with work is
+        split."""
         assert self._resources is not None
         if self._resources.in_flight.drain(time.monotonic() + timeout):
             return
@@ -241,8 +254,8 @@ class FailureDetection:
         """Wait for what is in flight, and end the communicator; idempotent.
 
         Raises:
-            DistError: the group failed while this waited, at an operation's deadline for example; or it had failed
-                with operations in flight, and no call has raised the error.
+            DistError: the group failed while this waited, at an operation's deadline for example;
+                or it had failed with operations in flight, and no call has raised the error.
         """
         state, context, resources = self._state, self._context, self._resources
         if state.closed:
@@ -263,17 +276,23 @@ class FailureDetection:
         ended = self._end(resources, failed is None)
         resources.in_flight.finish_all(state.error)
         resources.memory.close(ended)
-        if ended:  # else the device may still use them
+        # Else the device may still use them.
+        if ended:
             resources.release()
-        raised = failed_before is not None and (is_delivered(failed_before) or not resources.in_flight.lost)
+        raised = failed_before is not None and (
+            is_delivered(failed_before) or not resources.in_flight.lost
+        )
         if failed is not None and not raised:
             raise failed.with_traceback(None) from None
 
     def _drain(self, in_flight: InFlight) -> None:
-        """Wait until nothing is in flight or the group has failed; the watchdog fails it at an operation's deadline."""
+        """Wait until nothing is in flight or the group has failed; the watchdog fails it at an
+        operation's deadline."""
         if in_flight.drain(time.monotonic() + _WARNING_S) or self._state.error is not None:
             return
-        departed = self._context.job.control.departed if self._context.job.control is not None else {}
+        departed = (
+            self._context.job.control.departed if self._context.job.control is not None else {}
+        )
         gone = "".join(f"; {departed[rank]}" for rank in self._context.ranks if rank in departed)
         self._log.warning(
             "destroying group %r waits for %s%s", self._context.name, in_flight.describe(), gone
@@ -281,21 +300,25 @@ class FailureDetection:
         if not in_flight.drain(in_flight.last_deadline + END_S) and self._state.error is None:
             self._state.announce(
                 OperationTimeoutError(
-                    f"destroying group {self._context.name!r}: the device was not done with {in_flight.describe()}"
-                    " by their deadlines",
+                    f"destroying group {self._context.name!r}: the device was not done with"
+                    f" {in_flight.describe()} by their deadlines",
                     group=self._context.name,
                 )
             )
 
     def _end(self, resources: GroupResources, clean: bool) -> bool:
-        """End the communicator; False if it has not ended: the device may still use the group's memory."""
+        """End the communicator; False if it has not ended: the device may still use the group's
+        memory."""
         context, comm = self._context, resources.comm
         if clean and context.job.exiting and resources.in_flight.recorded:
-            return False  # NCCL would wait for the graphs, which the program keeps
+            # NCCL would wait for the graphs, which the program keeps.
+            return False
         locked = self._lock.acquire(timeout=END_S)
         try:
             if not locked:
-                self._log.error("group %r is not ended: a thread is in %s", context.name, comm.library.name)
+                self._log.error(
+                    "group %r is not ended: a thread is in %s", context.name, comm.library.name
+                )
                 return False
             if not clean:
                 return comm.abort()

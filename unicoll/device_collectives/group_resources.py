@@ -1,4 +1,5 @@
-"""The resources of a group on its device, once its ranks have connected: communicator, streams, memory."""
+"""The resources of a group on its device, once its ranks have connected: communicator, streams,
+memory."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 from unicoll.backend.group_state import GroupState
-from unicoll.device_collectives.communicators.communicator import Communicator, CommunicatorWithOptions
+from unicoll.device_collectives.communicators.communicator import (
+    Communicator,
+    CommunicatorWithOptions,
+)
 from unicoll.device_collectives.in_flight import InFlight
 from unicoll.device_collectives.memory.group_memory import GroupMemory
 from unicoll.device_collectives.memory.one_sided import set_up
@@ -19,9 +23,11 @@ SCRATCH_BYTES = 512
 _OPTIONS_CACHED = 64
 """Different options of calls for which a group keeps the library's structures."""
 _device_locks: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
-"""By device. NCCL forbids two threads to issue operations on one device at once, whatever their communicators.
+"""By device. NCCL forbids two threads to issue operations on one device at once, whatever their
+communicators.
 
-A group whose library cannot abort has a lock of its own: a call that waits for a rank that is gone keeps it.
+A group whose library cannot abort has a lock of its own: a call that waits for a rank that is gone
+keeps it.
 """
 
 
@@ -51,7 +57,9 @@ class GroupResources:
         self.comm = comm
         self.device = device
         self.least_capability = min(comm.origin.capabilities[rank] for rank in comm.context.ranks)
-        self.device_lock = _device_locks[device] if comm.library.has("comm_abort") else threading.RLock()
+        self.device_lock = (
+            _device_locks[device] if comm.library.has("comm_abort") else threading.RLock()
+        )
         self.stream = runtime.create_stream(device, high_priority=high_priority)
         comm.scratch = runtime.allocate(device, SCRATCH_BYTES)
         self.streams = StreamOrder(runtime, device)

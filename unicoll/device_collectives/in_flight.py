@@ -1,4 +1,5 @@
-"""Operations that the device has not finished: the events at their end, and the arrays that they keep alive."""
+"""Operations that the device has not finished: the events at their end, and the arrays that they
+keep alive."""
 
 from __future__ import annotations
 
@@ -15,12 +16,18 @@ from unicoll.backend.group_state import GroupState
 from unicoll.calls import flight_recorder
 from unicoll.calls.flight_recorder import PendingEntry
 from unicoll.device_collectives.stream_order import StreamOrder
-from unicoll.devices.device_runtime import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, DeviceRuntime, backoff
+from unicoll.devices.device_runtime import (
+    LEGACY_STREAM,
+    PER_THREAD_STREAM,
+    SPIN_S,
+    DeviceRuntime,
+    backoff,
+)
 from unicoll.errors import DistError
 
 _FINISH_LOCK = threading.RLock()
-"""Held for a moment while an operation ends or gets a callback. Reentrant: the garbage collector may run in between and
-end other operations."""
+"""Held for a moment while an operation ends or gets a callback. Reentrant: the garbage collector
+may run in between and end other operations."""
 
 
 _SHOWN = 4
@@ -29,7 +36,8 @@ _TOGETHER = 64
 """The largest number of operations that are looked at together."""
 
 
-# Not HostCopier's list: the pool of one device, with timing events, that also destroys the events in use.
+# Not HostCopier's list: the pool of one device, with timing events, that also destroys the events
+# in use.
 class EventPool:
     """Events of one device for reuse: creating an event costs more than recording it."""
 
@@ -143,10 +151,12 @@ class PendingWork:
         return call
 
     def track(self, entries: Sequence[PendingEntry]) -> None:
-        """Mark the entries as ended when the watchdog, or a thread that waits, has noticed the end."""
+        """Mark the entries as ended when the watchdog, or a thread that waits, has noticed the
+        end."""
         with _FINISH_LOCK:
             self.entries = (*self.entries, *entries)
-            done = self.done or self.captured  # the watchdog does not see the runs of a graph
+            # The watchdog does not see the runs of a graph.
+            done = self.done or self.captured
         for entry in entries:
             entry.release()
         flight_recorder.start(entries, time.monotonic())
@@ -187,8 +197,8 @@ class InFlight:
     Attributes:
         operations: in the order of posting; the watchdog alone removes those that have ended.
         issuing: the call with which a thread is in the library, and its deadline, or None.
-        begun: the calls that a thread is putting on a stream. An exception may end that before they are an operation:
-            their arrays are kept here then, since the device may use them.
+        begun: the calls that a thread is putting on a stream. An exception may end that before they
+            are an operation: their arrays are kept here then, since the device may use them.
         last: the last operation posted, or None.
         recorded: True if graphs have operations of the group.
         lost: the operations that the group's failure has stopped, for messages; "" if none.
@@ -223,10 +233,11 @@ class InFlight:
         """As of the device's runtime."""
         return self._runtime.frees_in_order
 
-    # --- posting ------------------------------------------------------------------------------------------------
+    # --- posting ----------------------------------------------------------------------------------
 
     def record_start(self, call: Call) -> int:
-        """An event before what is put on the group's stream next, if the call's duration is measured; else 0."""
+        """An event before what is put on the group's stream next, if the call's duration is
+        measured; else 0."""
         if not call.timed:
             return 0
         start = self._events.take(timing=True)
@@ -236,19 +247,22 @@ class InFlight:
     def add(
         self, calls: tuple[Call, ...], stream: int, current: int, captured: bool, start: int = 0
     ) -> PendingWork:
-        """Record an event behind what was just put on ``stream``, and keep the arrays until it is done."""
+        """Record an event behind what was just put on ``stream``, and keep the arrays until it is
+        done."""
         event = self._events.take(timing=start != 0)
         self._runtime.record(event, stream)
         self.last = work = PendingWork(calls, event, stream, current, captured, start)
         if captured:
             self.recorded = True
-        else:  # the user keeps a graph's arrays, and its events cannot be queried
+        else:
+            # The user keeps a graph's arrays, and its events cannot be queried.
             self.operations.append(work)
         self.begun = ()
         return work
 
     def retain(self, calls: tuple[Call, ...], stream: int) -> None:
-        """Keep the arrays until all work now on ``stream`` is done; not under capture: the user keeps a graph's."""
+        """Keep the arrays until all work now on ``stream`` is done; not under capture: the user
+        keeps a graph's."""
         with self.streams.device_context(stream):
             if stream > LEGACY_STREAM and self._runtime.capturing(stream):
                 return
@@ -256,10 +270,11 @@ class InFlight:
             self._runtime.record(event, stream)
         self._retained.append((event, time.monotonic() + calls[0].timeout, calls))
 
-    # --- ends ---------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def is_done(self, work: PendingWork) -> bool:
-        """True if an operation has ended; one in a graph has ended once the graph is recorded. Any thread."""
+        """True if an operation has ended; one in a graph has ended once the graph is recorded. Any
+        thread."""
         if work.done:
             return True
         if work.captured:
@@ -268,8 +283,9 @@ class InFlight:
             ended = self._runtime.event_done(work.event)
         if ended:
             self._end(work)
-            # The watchdog's thread calls the callbacks of all others (reap): an exception of a signal's handler could
-            # end them here. It does not see one that was recorded into a graph.
+            # The watchdog's thread calls the callbacks of all others (reap): an exception of a
+            # signal's handler could end them here. It does not see one that was recorded into a
+            # graph.
             if work.captured:
                 work.run_callbacks()
         return work.done
@@ -278,7 +294,8 @@ class InFlight:
         """Mark an operation as ended."""
         if work.start:
             self._measure(work)
-        work.finish(self._state.error)  # an operation that ends after the group has failed is incomplete
+        # An operation that ends after the group has failed is incomplete.
+        work.finish(self._state.error)
 
     def _measure(self, work: PendingWork) -> None:
         """Set the duration, once: the events are reused afterwards."""
@@ -289,7 +306,8 @@ class InFlight:
     def reap(self) -> list[tuple[Call, ...]]:
         """Remove the operations that have ended; on the watchdog's thread.
 
-        The calls are returned, with the arrays that nothing else may keep alive: the caller drops them.
+        The calls are returned, with the arrays that nothing else may keep alive: the caller drops
+        them.
         """
         operations, retained = self.operations, self._retained
         dropped: list[tuple[Call, ...]] = []
@@ -313,14 +331,17 @@ class InFlight:
     def _on_one_stream(self) -> list[PendingWork]:
         """The first operations, which end in their order because they are on one stream.
 
-        So few of their events are queried: at each query the interpreter's lock changes hands, and the thread that
-        posts operations waits for it.
+        So few of their events are queried: at each query the interpreter's lock changes hands, and
+        the thread that posts operations waits for it.
         """
         first = self.operations[0]
-        if first.runs_on == PER_THREAD_STREAM:  # another stream on each thread
+        # Another stream on each thread.
+        if first.runs_on == PER_THREAD_STREAM:
             return [first]
         stream = first.runs_on
-        return list(takewhile(lambda work: work.runs_on == stream, list(islice(self.operations, _TOGETHER))))
+        return list(
+            takewhile(lambda work: work.runs_on == stream, list(islice(self.operations, _TOGETHER)))
+        )
 
     def _has_ended(self, work: PendingWork) -> bool:
         return work.done or self._runtime.event_done(work.event)
@@ -328,7 +349,8 @@ class InFlight:
     @property
     def has_callbacks(self) -> bool:
         """True if callbacks are pending."""
-        return any(work.callbacks for work in list(self.operations))  # other threads post meanwhile
+        # Other threads post meanwhile.
+        return any(work.callbacks for work in list(self.operations))
 
     def overdue(self, now: float) -> PendingWork | None:
         """An operation whose deadline has passed."""
@@ -343,12 +365,17 @@ class InFlight:
         return next((work for work in list(self.operations) if not work.done), None)
 
     def drain(self, deadline: float) -> bool:
-        """Block the host until all operations have ended, the group fails or the deadline passes; True if all have."""
+        """Block the host until all operations have ended, the group fails or the deadline passes;
+        True if all have."""
         for _ in backoff():
             if self._state.error is not None:
                 break
-            ended = self.issuing is None and all(self.is_done(work) for work in list(self.operations))
-            if ended and all(self._runtime.event_done(event) for event, _, _ in list(self._retained)):
+            ended = self.issuing is None and all(
+                self.is_done(work) for work in list(self.operations)
+            )
+            if ended and all(
+                self._runtime.event_done(event) for event, _, _ in list(self._retained)
+            ):
                 return True
             if time.monotonic() >= deadline:
                 break
@@ -363,9 +390,11 @@ class InFlight:
         return max([*deadlines, issuing[1] if issuing is not None else 0.0])
 
     def fail(self, cause: BaseException) -> list[PendingWork]:
-        """The group has failed, and nothing has been stopped yet: return the operations, which get the error.
+        """The group has failed, and nothing has been stopped yet: return the operations, which get
+        the error.
 
-        Only those that the device has not done are lost. An error of the device, too, leaves that unknown.
+        Only those that the device has not done are lost. An error of the device, too, leaves that
+        unknown.
         """
         operations = list(self.operations)
         try:

@@ -1,8 +1,9 @@
 """The interface of a library with NCCL's API, as NCCL, RCCL and oneCCL are.
 
-The functions do what the NCCL user guide says. Every function returns the library's result code: 0 is success, and
-:attr:`CollectiveLibrary.in_progress` is returned on a non-blocking communicator. Functions that create something return
-it along with the code. Pointers, communicators, streams and windows are plain integers.
+The functions do what the NCCL user guide says. Every function returns the library's result code: 0
+is success, and :attr:`CollectiveLibrary.in_progress` is returned on a non-blocking communicator.
+Functions that create something return it along with the code. Pointers, communicators, streams and
+windows are plain integers.
 """
 
 from __future__ import annotations
@@ -67,10 +68,12 @@ class NativeReduction(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """Options of a communicator (``ncclConfig_t``); None leaves the choice to the library and its environment.
+    """Options of a communicator (``ncclConfig_t``); None leaves the choice to the library and its
+    environment.
 
     Attributes:
-        blocking: whether calls return only when they are done. Otherwise the library starts a thread for every group.
+        blocking: whether calls return only when they are done. Otherwise the library starts a
+            thread for every group.
         cga_cluster_size, min_ctas, max_ctas: sizes and numbers of thread blocks of its kernels.
         net_name: name of the network plug-in.
         split_share: whether communicators split from this one share its resources.
@@ -89,10 +92,11 @@ class Config:
 
 
 class HandleSlot(Protocol):
-    """The memory to which the library writes the handle of a new communicator or window (``ctypes.c_void_p`` is one).
+    """The memory to which the library writes the handle of a new communicator or window
+    (``ctypes.c_void_p`` is one).
 
-    NCCL writes from a thread of its own until the communicator that makes the new one (for a first one, itself) is no
-    longer "in progress": the caller keeps the slot until then.
+    NCCL writes from a thread of its own until the communicator that makes the new one (for a first
+    one, itself) is no longer "in progress": the caller keeps the slot until then.
     """
 
     value: int | None
@@ -108,9 +112,19 @@ class Operations(Protocol):
         self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int
     ) -> int: ...
     def reduce(
-        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: int, stream: int
+        self,
+        send: int,
+        recv: int,
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        comm: int,
+        stream: int,
     ) -> int: ...
-    def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int) -> int:
+    def all_gather(
+        self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int
+    ) -> int:
         """``count`` elements are sent by each rank."""
 
     def reduce_scatter(
@@ -120,7 +134,9 @@ class Operations(Protocol):
 
     def send(self, send: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int: ...
     def recv(self, recv: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int: ...
-    def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int) -> int:
+    def all_to_all(
+        self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int
+    ) -> int:
         """NCCL from 2.28; ``count`` elements are sent by each rank to each."""
 
     # --- one-sided; NCCL from 2.29, all of them or none ---
@@ -157,7 +173,8 @@ class CollectiveLibrary(Operations, Protocol):
         in_progress: the code of what a non-blocking communicator has not finished.
         peer_errors: codes that the death of another rank may cause.
         log_hint: how to have the library log more.
-        full_capability: the least compute capability of devices on which it does all of its reductions.
+        full_capability: the least compute capability of devices on which it does all of its
+            reductions.
     """
 
     name: str
@@ -177,7 +194,8 @@ class CollectiveLibrary(Operations, Protocol):
 
     @property
     def splits_by_key(self) -> bool:
-        """True if :meth:`comm_split` orders the ranks by key; otherwise they keep the parent's order."""
+        """True if :meth:`comm_split` orders the ranks by key; otherwise they keep the parent's
+        order."""
 
     @property
     def scales_one_rank(self) -> bool:
@@ -194,7 +212,8 @@ class CollectiveLibrary(Operations, Protocol):
         """The library's name of a method's function: ``"ncclCommShrink"``."""
 
     def needed(self, method: str) -> str:
-        """What a method needs that the library lacks, for errors: ``"NCCL 2.27; this is 2.20.5"``."""
+        """What a method needs that the library lacks, for errors: ``"NCCL 2.27; this is
+        2.20.5"``."""
 
     def reduction(
         self, dtype: DType, reduction: Reduction, capability: tuple[int, int] | None = None
@@ -202,7 +221,8 @@ class CollectiveLibrary(Operations, Protocol):
         """A reduction as the library computes it, or None if it does not.
 
         Args:
-            capability: the least compute capability of the devices; None for :attr:`full_capability`.
+            capability: the least compute capability of the devices; None for
+                :attr:`full_capability`.
         """
 
     def may_share_device(self) -> bool:
@@ -240,24 +260,28 @@ class CollectiveLibrary(Operations, Protocol):
     ) -> tuple[int, HandleSlot]:
         """A communicator on the current device; several ids need NCCL 2.23.
 
-        Its handle is written to ``slot``, or to a new one, before the library waits for the other ranks.
+        Its handle is written to ``slot``, or to a new one, before the library waits for the other
+        ranks.
         """
 
-    def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, HandleSlot]:
+    def comm_split(
+        self, comm: int, color: int | None, key: int, config: Config
+    ) -> tuple[int, HandleSlot]:
         """With ``color`` None this rank takes part without becoming a member.
 
-        The handle may be written later, while ``comm`` is in progress, also where the code is success; without a color
-        it stays None.
+        The handle may be written later, while ``comm`` is in progress, also where the code is
+        success; without a color it stays None.
         """
 
     def comm_shrink(
         self, comm: int, excluded: Sequence[int], config: Config, abort: bool
     ) -> tuple[int, HandleSlot]:
-        """A communicator without some ranks, which do not call this; ``abort`` ends the operations of ``comm``
-        first."""
+        """A communicator without some ranks, which do not call this; ``abort`` ends the operations
+        of ``comm`` first."""
 
     def comm_unique_id(self, comm: int) -> tuple[int, bytes]:
-        """An id for one :meth:`comm_grow` of a communicator that has no work; one of its ranks makes it."""
+        """An id for one :meth:`comm_grow` of a communicator that has no work; one of its ranks
+        makes it."""
 
     def comm_grow(
         self,
@@ -270,8 +294,8 @@ class CollectiveLibrary(Operations, Protocol):
     ) -> tuple[int, HandleSlot]:
         """A communicator with more ranks; its handle is written as by :meth:`comm_init`.
 
-        Ranks of ``comm`` pass it with ``rank`` -1, and the one that has made the id passes the id. New ranks pass 0,
-        the id and their rank, which is behind the ranks of ``comm``.
+        Ranks of ``comm`` pass it with ``rank`` -1, and the one that has made the id passes the id.
+        New ranks pass 0, the id and their rank, which is behind the ranks of ``comm``.
         """
 
     def comm_state(self, comm: int) -> tuple[int, int]:
@@ -280,7 +304,8 @@ class CollectiveLibrary(Operations, Protocol):
     def comm_finalize(self, comm: int) -> int: ...
     def comm_destroy(self, comm: int) -> int: ...
     def comm_abort(self, comm: int) -> int:
-        """End all operations, also of threads in NCCL, and free the communicator: in a group call at its end."""
+        """End all operations, also of threads in NCCL, and free the communicator: in a group call
+        at its end."""
 
     def comm_revoke(self, comm: int) -> int: ...
 
@@ -289,7 +314,8 @@ class CollectiveLibrary(Operations, Protocol):
     def group_start(self) -> int: ...
     def group_end(self) -> int: ...
     def with_options(self, options: CallOptions) -> Operations:
-        """The operations with options, which the collectives pass on in each call; NCCL from 2.31. May be reused."""
+        """The operations with options, which the collectives pass on in each call; NCCL from 2.31.
+        May be reused."""
 
     def premul_sum(self, factor: bytes, dtype: int, comm: int) -> tuple[int, int]:
         """ncclRedOpCreatePreMulSum with a factor in host memory, as the bytes of one element."""
@@ -300,8 +326,11 @@ class CollectiveLibrary(Operations, Protocol):
 
     def mem_alloc(self, nbytes: int) -> tuple[int, int]: ...
     def mem_free(self, ptr: int) -> int: ...
-    def window_register(self, comm: int, ptr: int, nbytes: int, symmetric: bool) -> tuple[int, HandleSlot]:
-        """The window may be written later, while ``comm`` is in progress, also where the code is success."""
+    def window_register(
+        self, comm: int, ptr: int, nbytes: int, symmetric: bool
+    ) -> tuple[int, HandleSlot]:
+        """The window may be written later, while ``comm`` is in progress, also where the code is
+        success."""
 
     def window_deregister(self, comm: int, window: int) -> int: ...
     def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:

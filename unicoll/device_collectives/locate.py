@@ -1,7 +1,8 @@
 """The library with NCCL's API that this process uses.
 
-The order of the search: a path in the environment; the library that the process has already mapped (of ``LD_PRELOAD``
-or of an array library: two copies in one process conflict); the folders of its package and of the system.
+The order of the search: a path in the environment; the library that the process has already mapped
+(of ``LD_PRELOAD`` or of an array library: two copies in one process conflict); the folders of its
+package and of the system.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class LibraryLocator:
     Args:
         file: where it is.
         variable: environment variable with a path, the only one that is tried then.
-        bind: makes the library of a loaded one and the path of its file; or returns why it cannot be used.
+        bind: makes the library of a loaded one and the path of its file; or returns why it cannot
+            be used.
         install: how to get the library, for errors.
     """
 
@@ -42,7 +44,8 @@ class LibraryLocator:
         self._found: CollectiveLibrary | str | None = None
 
     def find(self) -> CollectiveLibrary | str:
-        """The library of this process, loaded at the first call; or the reason why there is none."""
+        """The library of this process, loaded at the first call; or the reason why there is
+        none."""
         with self._lock:
             if self._found is None:
                 self._found = self.search()
@@ -65,7 +68,8 @@ class LibraryLocator:
         return found
 
     def use(self, implementation: CollectiveLibrary | None) -> None:
-        """Use another implementation in this process; None searches for the library again at the next call."""
+        """Use another implementation in this process; None searches for the library again at the
+        next call."""
         with self._lock:
             self._found = implementation
 

@@ -1,22 +1,27 @@
 """The operations of the table as calls of a library with NCCL's API, all on one stream.
 
-``OPERATIONS[name](communicator, call, stream)`` returns the library's code. Lists of arrays become groups of
-broadcasts, reductions or sends and receives, so sizes may differ by rank and nothing is copied. Operations that do not
-reduce pass their data as bytes. The choice of functions depends only on what is equal on all ranks.
+``OPERATIONS[name](communicator, call, stream)`` returns the library's code. Lists of arrays become
+groups of broadcasts, reductions or sends and receives, so sizes may differ by rank and nothing is
+copied. Operations that do not reduce pass their data as bytes. The choice of functions depends only
+on what is equal on all ranks.
 
-Therefore gather and scatter are sends and receives with every version. NCCL 2.28 has ncclGather and ncclScatter, which
-need the root's arrays in one block of memory: only the root knows whether the arrays of its list are contiguous, and
-all ranks have to call the same function. Copies to and from such a block on the root would cost world size times the
-array in memory, one more pass over it, and an order among all streams that use it, without a gain: NCCL itself divides
-the two functions into these sends and receives.
+Therefore gather and scatter are sends and receives with every version. NCCL 2.28 has ncclGather and
+ncclScatter, which need the root's arrays in one block of memory: only the root knows whether the
+arrays of its list are contiguous, and all ranks have to call the same function. Copies to and from
+such a block on the root would cost world size times the array in memory, one more pass over it, and
+an order among all streams that use it, without a gain: NCCL itself divides the two functions into
+these sends and receives.
 
-An all_gather to a list is a group of broadcasts for the same reason: only the rank itself knows whether its list is
-contiguous in memory, where one ncclAllGather would do. From 2.29 on NCCL makes one kernel of such a group, a ring that
-gathers all of them at once (its scheduler/allgatherv_sched.cc); older versions do one broadcast after another, which
-move the same bytes over each link and take longer for small arrays. all_gather_into_tensor is always one ncclAllGather.
+An all_gather to a list is a group of broadcasts for the same reason: only the rank itself knows
+whether its list is contiguous in memory, where one ncclAllGather would do. From 2.29 on NCCL makes
+one kernel of such a group, a ring that gathers all of them at once (its
+scheduler/allgatherv_sched.cc); older versions do one broadcast after another, which move the same
+bytes over each link and take longer for small arrays. all_gather_into_tensor is always one
+ncclAllGather.
 
-Options of a single call are passed to each of the library's collectives that the call consists of. Sends and receives
-have no options: hints have no effect there, and a required choice of algorithms is refused.
+Options of a single call are passed to each of the library's collectives that the call consists of.
+Sends and receives have no options: hints have no effect there, and a required choice of algorithms
+is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ from unicoll.errors import DistArgumentError
 
 Operation = Callable[[AnyCommunicator, Call, int], int]
 _P2P_OPERATIONS = frozenset(("send", "recv", "gather", "scatter", "all_to_all"))
-"""Operations that are sends and receives in the library; an all_to_all_single is too, unless the library has one."""
+"""Operations that are sends and receives in the library; an all_to_all_single is too, unless the
+library has one."""
 
 
 def _reduction(c: AnyCommunicator, call: Call) -> tuple[NativeReduction, int]:
@@ -42,14 +48,15 @@ def _reduction(c: AnyCommunicator, call: Call) -> tuple[NativeReduction, int]:
     assert call.reduce is not None
     dtype = (call.inputs or call.outputs)[0].dtype
     found = c.reduction(dtype, call.reduce)
-    assert found is not None  # the group has refused the others
+    # The group has refused the others.
+    assert found is not None
     if c.size == 1 and found.op == AVG:
         # they are the same on one rank, where NCCL refuses the average of float8
         found = found._replace(op=SUM)
     return found, c.premul_op(call, found.type) if found.has_factor else found.op
 
 
-# --- reductions ---------------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def _scale_on_one_rank(
@@ -62,8 +69,8 @@ def _scale_on_one_rank(
 ) -> int:
     """A sum with a factor in a group of one rank.
 
-    Before 2.29.7 NCCL's kernel omits the last elements of some sizes (src/device/onerank.cu: it divides the elements
-    by the number of blocks and rounds down); they are a second call.
+    Before 2.29.7 NCCL's kernel omits the last elements of some sizes (src/device/onerank.cu: it
+    divides the elements by the number of blocks and rounds down); they are a second call.
     """
     source, out = call.inputs[0], call.outputs[0]
     count = out.count * reduction.parts
@@ -79,7 +86,13 @@ def _scale_on_one_rank(
     def part(start: int, stop: int) -> Callable[[], int]:
         offset = start * item
         return lambda: function(
-            source.ptr + offset, out.ptr + offset, stop - start, reduction.type, *rest, c.handle, stream
+            source.ptr + offset,
+            out.ptr + offset,
+            stop - start,
+            reduction.type,
+            *rest,
+            c.handle,
+            stream,
         )
 
     return c.grouped([part(0, first), *([part(first, count)] if first < count else [])])
@@ -99,14 +112,17 @@ def _all_reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
 
 def _reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
     source = call.inputs[0]
-    out = call.outputs[0] if call.outputs else source  # written on the root only
+    # Written on the root only.
+    out = call.outputs[0] if call.outputs else source
     reduction, op = _reduction(c, call)
     if not source.count:
         return 0
     if c.size == 1 and reduction.has_factor:
         return _scale_on_one_rank(c, call, c.library.reduce, reduction, stream, op, call.root)
     count = source.count * reduction.parts
-    return c.library.reduce(source.ptr, out.ptr, count, reduction.type, op, call.root, c.handle, stream)
+    return c.library.reduce(
+        source.ptr, out.ptr, count, reduction.type, op, call.root, c.handle, stream
+    )
 
 
 def _reduce_scatter_tensor(c: AnyCommunicator, call: Call, stream: int) -> int:
@@ -138,14 +154,16 @@ def _reduce_scatter(c: AnyCommunicator, call: Call, stream: int) -> int:
     return c.grouped([part(root) for root in range(c.size) if call.inputs[root].count])
 
 
-# --- data movement ------------------------------------------------------------------------------------------------
+# --- data movement --------------------------------------------------------------------------------
 
 
 def _broadcast(c: AnyCommunicator, call: Call, stream: int) -> int:
     buffer = call.inputs[0]
     if not buffer.count:
         return 0
-    return c.library.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, BYTES, call.root, c.handle, stream)
+    return c.library.broadcast(
+        buffer.ptr, buffer.ptr, buffer.nbytes, BYTES, call.root, c.handle, stream
+    )
 
 
 def _all_gather_into_tensor(c: AnyCommunicator, call: Call, stream: int) -> int:
@@ -172,7 +190,8 @@ def _exchange(
     sends: Iterable[tuple[int, int, int]],
     receives: Iterable[tuple[int, int, int]],
 ) -> int:
-    """Sends and receives as one group call; each is an address, bytes and the peer, which may be this rank."""
+    """Sends and receives as one group call; each is an address, bytes and the peer, which may be
+    this rank."""
     n = c.library
 
     def send(ptr: int, size: int, peer: int) -> Callable[[], int]:
@@ -205,9 +224,14 @@ def _all_to_all(c: AnyCommunicator, call: Call, stream: int) -> int:
 def _all_to_all_single(c: AnyCommunicator, call: Call, stream: int) -> int:
     source, target = call.inputs[0], call.outputs[0]
     item = source.dtype.itemsize
-    if call.even and c.native_all_to_all:  # no rank has passed sizes
+    # No rank has passed sizes.
+    if call.even and c.native_all_to_all:
         each = source.nbytes // c.size
-        return c.library.all_to_all(source.ptr, target.ptr, each, BYTES, c.handle, stream) if each else 0
+        return (
+            c.library.all_to_all(source.ptr, target.ptr, each, BYTES, c.handle, stream)
+            if each
+            else 0
+        )
 
     def parts(ptr: int, counts: tuple[int, ...]) -> list[tuple[int, int, int]]:
         found, start = [], ptr
@@ -218,7 +242,9 @@ def _all_to_all_single(c: AnyCommunicator, call: Call, stream: int) -> int:
 
     assert call.in_counts is not None
     assert call.out_counts is not None
-    return _exchange(c, stream, parts(source.ptr, call.in_counts), parts(target.ptr, call.out_counts))
+    return _exchange(
+        c, stream, parts(source.ptr, call.in_counts), parts(target.ptr, call.out_counts)
+    )
 
 
 def _send(c: AnyCommunicator, call: Call, stream: int) -> int:
@@ -278,9 +304,11 @@ def check_algorithm(call: Call, options: CallOptions, native_all_to_all: bool) -
     name = call.op.name
     if options.algorithm is None or options.force_algorithm is False:
         return
-    if name in _P2P_OPERATIONS or (name == "all_to_all_single" and not (call.even and native_all_to_all)):
+    if name in _P2P_OPERATIONS or (
+        name == "all_to_all_single" and not (call.even and native_all_to_all)
+    ):
         raise DistArgumentError(
-            f"{name}: it consists of sends and receives, to which algorithm={options.algorithm!r} does not apply:"
-            " omit it, or pass force_algorithm=False",
+            f"{name}: it consists of sends and receives, to which algorithm={options.algorithm!r}"
+            " does not apply: omit it, or pass force_algorithm=False",
             op=name,
         )

@@ -1,9 +1,9 @@
 """The types and reductions of NCCL's API for unicoll's.
 
-Element types that it lacks are moved as bytes. Reductions that it lacks are expressed by ones that it has if the
-result is the same (bool as the maximum or minimum of bytes, complex sums as sums of twice as many floats). The rest are
-refused, among them the average of integers: the library divides a sum that it has computed in the element type, where
-it may not fit.
+Element types that it lacks are moved as bytes. Reductions that it lacks are expressed by ones that
+it has if the result is the same (bool as the maximum or minimum of bytes, complex sums as sums of
+twice as many floats). The rest are refused, among them the average of integers: the library divides
+a sum that it has computed in the element type, where it may not fit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def native_reduction(dtype: DType, reduction: Reduction) -> interface.NativeRedu
     name = dtype.name
     if dtype.kind == "b":
         op = _BOOL.get(reduction.name)
-        return None if op is None else interface.NativeReduction(interface.DATA_TYPES["uint8"], op, 1)
+        return (
+            None if op is None else interface.NativeReduction(interface.DATA_TYPES["uint8"], op, 1)
+        )
     if dtype.kind == "c":
         op = _COMPLEX.get(reduction.name)
         if op is None or isinstance(reduction.factor, complex):

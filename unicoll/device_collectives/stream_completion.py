@@ -1,4 +1,5 @@
-"""The handle of a posted operation: ``wait`` orders streams, and only ``synchronize`` blocks the host."""
+"""The handle of a posted operation: ``wait`` orders streams, and only ``synchronize`` blocks the
+host."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class StreamCompletion(Completion):
     """A completion that the device finishes.
 
     Args:
-        blocking: True if ``wait`` blocks the host as well, as that of a barrier does, and of arrays in host memory.
+        blocking: True if ``wait`` blocks the host as well, as that of a barrier does, and of arrays
+            in host memory.
         orders_streams: False for arrays in host memory.
 
     Attributes:
@@ -25,7 +27,11 @@ class StreamCompletion(Completion):
     """
 
     def __init__(
-        self, in_flight: InFlight, work: PendingWork, blocking: bool = False, orders_streams: bool = True
+        self,
+        in_flight: InFlight,
+        work: PendingWork,
+        blocking: bool = False,
+        orders_streams: bool = True,
     ) -> None:
         self.orders_streams = orders_streams
         self._blocking = blocking
@@ -52,7 +58,8 @@ class StreamCompletion(Completion):
         return self.work.seconds or 0.0
 
     def wait(self, timeout: float | None) -> None:
-        """Make the current stream of each array library wait; with a ``timeout`` block the host as well."""
+        """Make the current stream of each array library wait; with a ``timeout`` block the host as
+        well."""
         work = self.work
         if work.error is not None:
             raise work.error
@@ -66,7 +73,8 @@ class StreamCompletion(Completion):
         if self._packed:
             self._unpack(same_stream)
         if same_stream and self._in_flight.frees_in_order:
-            work.release()  # later work on this stream, which may reuse the memory, runs after the operation
+            # Later work on this stream, which may reuse the memory, runs after the operation.
+            work.release()
         if timeout is not None or self._blocking:
             self._block(timeout)
 
@@ -82,23 +90,27 @@ class StreamCompletion(Completion):
             self._in_flight.synchronize(self._current_streams[0]())
 
     def _unpack(self, same_stream: bool) -> None:
-        """Copy packed results to the strided arrays, on the current stream, which waits for the operation."""
+        """Copy packed results to the strided arrays, on the current stream, which waits for the
+        operation."""
         calls, self._calls, self._packed = self._calls, (), False
         try:
             for call in calls:
                 call.write_back()
-        except BaseException:  # the next wait does it
+        except BaseException:
+            # The next wait does it.
             self._calls, self._packed = calls, True
             raise
         finally:
-            if not same_stream:  # the copies may still run when the operation has ended
+            # The copies may still run when the operation has ended.
+            if not same_stream:
                 for current_stream in self._current_streams:
                     self._in_flight.retain(calls, current_stream())
 
     def _block(self, timeout: float | None) -> None:
         work = self.work
         if work.captured:
-            return  # it runs when the graph is launched
+            # It runs when the graph is launched.
+            return
         started = time.monotonic()
         for _ in backoff(SPIN_S):
             if self.done():
@@ -106,8 +118,8 @@ class StreamCompletion(Completion):
             if timeout is not None and time.monotonic() - started >= timeout:
                 call = work.describe_call()
                 raise OperationTimeoutError(
-                    f"{call.describe_with_number()} was not done after waiting {timeout:g} s; the operation is still"
-                    " running",
+                    f"{call.describe_with_number()} was not done after waiting {timeout:g} s; the"
+                    " operation is still running",
                     op=call.op.name,
                     seq=call.seq,
                 )
@@ -122,7 +134,8 @@ class StreamCompletion(Completion):
 
 
 def _streams_and_packing(calls: Sequence[Call]) -> tuple[list[Callable[[], int]], bool]:
-    """For each array library in the calls the function that gives its current stream; True if an output is packed."""
+    """For each array library in the calls the function that gives its current stream; True if an
+    output is packed."""
     found: list[Callable[[], int]] = []
     packed = False
     for call in calls:

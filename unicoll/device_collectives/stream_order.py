@@ -1,4 +1,5 @@
-"""Order between the streams of a device: an event recorded on one stream, and a wait for it on another."""
+"""Order between the streams of a device: an event recorded on one stream, and a wait for it on
+another."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class StreamOrder:
         self._event = runtime.create_event(device)
 
     def device_context(self, stream: int) -> AbstractContextManager[None]:
-        """Make the group's device current if ``stream`` is a default stream, which belongs to the current device."""
+        """Make the group's device current if ``stream`` is a default stream, which belongs to the
+        current device."""
         if stream > PER_THREAD_STREAM or self._runtime.current_device() == self._device:
             return _NO_CONTEXT
         return on_device(self._runtime, self._device)

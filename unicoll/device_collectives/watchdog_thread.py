@@ -1,4 +1,5 @@
-"""The watchdog: one thread per backend that sweeps all its groups, and one that drops their arrays."""
+"""The watchdog: one thread per backend that sweeps all its groups, and one that drops their
+arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class WatchdogThread:
         self._sweep_ended = Changes()
         self._lock = self._sweep_ended.lock
         self._sweeping: _Watched | None = None
-        self._wake = threading.Lock()  # released when there is something to do
+        # Released when there is something to do.
+        self._wake = threading.Lock()
         self._wake.acquire()
         self._closing = False
         self._thread = LazyThread(f"unicoll-{backend}-watchdog")
@@ -67,11 +69,13 @@ class WatchdogThread:
         """Sweep at once, since a callback is pending."""
         try:
             self._wake.release()
-        except RuntimeError:  # it was released
+        except RuntimeError:
+            # It was released.
             pass
 
     def drop(self, references: list[Any]) -> None:
-        """Clear a list of references to arrays on another thread: cudaFree waits for kernels, and one may never end."""
+        """Clear a list of references to arrays on another thread: cudaFree waits for kernels, and
+        one may never end."""
         if references:
             self._dropped.put(references)
 
@@ -120,7 +124,8 @@ class WatchdogThread:
             self._sweeping = group
         try:
             return group.sweep(now)
-        except Exception as e:  # an error in one group does not affect the others
+        except Exception as e:
+            # An error in one group does not affect the others.
             logs.logger(self._backend).exception("the watchdog failed to check a group")
             group.sweep_failed(e)
             return False

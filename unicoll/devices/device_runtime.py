@@ -1,6 +1,7 @@
 """The interface of a device runtime: devices, streams, events, copies and memory.
 
-:mod:`unicoll.devices.runtimes` has the runtime of each device type. Handles of streams and events are integers.
+:mod:`unicoll.devices.runtimes` has the runtime of each device type. Handles of streams and events
+are integers.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import ClassVar
 from unicoll.errors import DistBackendError
 
 LEGACY_STREAM = 1
-"""CUDA's handle of the legacy default stream (``cudaStreamLegacy``); 0 usually means the same stream."""
+"""CUDA's handle of the legacy default stream (``cudaStreamLegacy``); 0 usually means the same
+stream."""
 PER_THREAD_STREAM = 2
 """CUDA's handle of the calling thread's default stream (``cudaStreamPerThread``).
 
-Handles up to this one denote a default stream of the current device; all others are addresses of streams.
+Handles up to this one denote a default stream of the current device; all others are addresses of
+streams.
 """
 
 SPIN_S = 50e-6
@@ -51,15 +54,17 @@ class DeviceFacts:
 
 
 class DeviceRuntime(ABC):
-    """The devices of one type in this process. All methods are thread-safe and raise :class:`DeviceError`.
+    """The devices of one type in this process. All methods are thread-safe and raise
+    :class:`DeviceError`.
 
     Attributes:
         name: for messages: ``"CUDA"``.
         device_type: the type of the devices' arrays: ``"cuda"``.
         visible_devices: the environment variable that selects the devices of a process.
-        host_memory: True if the arrays are in host memory: the host waits for operations, not a stream.
-        frees_in_order: True if the memory of an array that is dropped is used again only after the work that is on
-            the array's stream then. Array libraries with a pool of memory do that.
+        host_memory: True if the arrays are in host memory: the host waits for operations, not a
+            stream.
+        frees_in_order: True if the memory of an array that is dropped is used again only after the
+            work that is on the array's stream then. Array libraries with a pool of memory do that.
     """
 
     name: ClassVar[str] = "CUDA"
@@ -87,7 +92,8 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def peer_access(self, device: int, other: int) -> tuple[bool, bool]:
-        """(True if ``device`` can access the memory of ``other``, True if also with native atomics, as over NVLink)."""
+        """(True if ``device`` can access the memory of ``other``, True if also with native atomics,
+        as over NVLink)."""
 
     @abstractmethod
     def current_device(self) -> int:
@@ -95,7 +101,8 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def set_device(self, device: int) -> None:
-        """Make a device the calling thread's current one; -1 unsets it. Cheap if it is current already."""
+        """Make a device the calling thread's current one; -1 unsets it. Cheap if it is current
+        already."""
 
     # --- streams and events ---
 
@@ -113,7 +120,8 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def capturing(self, stream: int) -> bool:
-        """True if the stream is capturing a graph, including a failed capture that has not ended yet."""
+        """True if the stream is capturing a graph, including a failed capture that has not ended
+        yet."""
 
     def in_order(self, stream: int) -> bool:
         """True if work on a stream runs in the order in which it is put there."""
@@ -167,7 +175,8 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue a copy on a stream, between device and pinned memory in any direction; returns at once."""
+        """Enqueue a copy on a stream, between device and pinned memory in any direction; returns at
+        once."""
 
     @abstractmethod
     def allocation(self, ptr: int) -> int:
@@ -175,12 +184,14 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def device_of(self, ptr: int) -> int:
-        """The device that owns an address, -1 for host memory, pinned or not; managed memory has a device."""
+        """The device that owns an address, -1 for host memory, pinned or not; managed memory has a
+        device."""
 
 
 @contextmanager
 def on_device(runtime: DeviceRuntime, device: int) -> Iterator[None]:
-    """Make a device the thread's current one within the context; afterwards the previous one, or none, is."""
+    """Make a device the thread's current one within the context; afterwards the previous one, or
+    none, is."""
     before = runtime.current_device()
     if before == device:
         yield
@@ -193,7 +204,8 @@ def on_device(runtime: DeviceRuntime, device: int) -> Iterator[None]:
 
 
 def backoff(spin: float = 0.0) -> Iterator[None]:
-    """Paces a polling loop: yields without delay for ``spin`` seconds, then after sleeps of 20 us growing to 1 ms."""
+    """Paces a polling loop: yields without delay for ``spin`` seconds, then after sleeps of 20 us
+    growing to 1 ms."""
     until = time.monotonic() + spin
     yield
     while time.monotonic() < until:
@@ -206,7 +218,8 @@ def backoff(spin: float = 0.0) -> Iterator[None]:
 
 
 def await_event(runtime: DeviceRuntime, event: int, deadline: float) -> bool:
-    """Block the host until an event is complete or ``deadline`` (``time.monotonic()``); True if it is complete."""
+    """Block the host until an event is complete or ``deadline`` (``time.monotonic()``); True if it
+    is complete."""
     for _ in backoff(SPIN_S):
         if runtime.event_done(event):
             return True

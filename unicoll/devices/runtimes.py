@@ -1,8 +1,9 @@
 """The device runtimes of this process, by the type of their devices: ``"cuda"`` and ``"xpu"``.
 
-An array's :class:`unicoll.arrays.buffer.Buffer` has the current stream of its library (CuPy, torch, dpctl). All other
-device calls of a backend go through one :class:`~unicoll.devices.device_runtime.DeviceRuntime`: that of the CUDA driver
-or of HIP (:mod:`unicoll.devices.cuda`), which need neither CuPy nor torch, or that of SYCL
+An array's :class:`unicoll.arrays.buffer.Buffer` has the current stream of its library (CuPy, torch,
+dpctl). All other device calls of a backend go through one
+:class:`~unicoll.devices.device_runtime.DeviceRuntime`: that of the CUDA driver or of HIP
+(:mod:`unicoll.devices.cuda`), which need neither CuPy nor torch, or that of SYCL
 (:mod:`unicoll.devices.sycl`). Tests replace them by simulated devices with :func:`install`.
 """
 
@@ -19,7 +20,8 @@ _MODULES = {"cuda": "unicoll.devices.cuda.load", "xpu": "unicoll.devices.sycl.lo
 DEVICE_TYPES = tuple(_MODULES)
 """The device types that have a runtime."""
 _BY_IMPORTS = frozenset(("xpu",))
-"""Device types whose runtime depends on what the program has imported, so that a reason against it may not last."""
+"""Device types whose runtime depends on what the program has imported, so that a reason against it
+may not last."""
 
 _installed: dict[str, DeviceRuntime] = {}
 _reasons: dict[str, str] = {}

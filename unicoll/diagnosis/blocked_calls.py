@@ -1,11 +1,12 @@
 """The calls in which this process's threads are blocked.
 
-What a thread is in shows which call it waits for (:mod:`unicoll.calls.thread_activity`), its stack whether it waits:
-its innermost frame is unicoll's. A thread that joins another one waits as long as that, and a thread that waits for a
-future as long as all threads that could complete it. Threads of unicoll count only while they run a callback of the
-user, but a call whose end runs callbacks counts as one that a thread waits for. Idle threads of a pool do not count,
-and neither do daemon threads whose frames belong to modules without unicoll. If torch leads to calls, these modules
-have to be without torch, too, and of an installed package, such as that of a progress bar.
+What a thread is in shows which call it waits for (:mod:`unicoll.calls.thread_activity`), its stack
+whether it waits: its innermost frame is unicoll's. A thread that joins another one waits as long as
+that, and a thread that waits for a future as long as all threads that could complete it. Threads of
+unicoll count only while they run a callback of the user, but a call whose end runs callbacks counts
+as one that a thread waits for. Idle threads of a pool do not count, and neither do daemon threads
+whose frames belong to modules without unicoll. If torch leads to calls, these modules have to be
+without torch, too, and of an installed package, such as that of a progress bar.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ _FAILURES = (
     timeout_error.__code__,
 )
 _FAILURE_MODULES = ("unicoll.net.control.group_failures", "unicoll.net.control.departures")
-"""What a thread is in, for a second or two at most, while a failed call ends; other ranks may have ended it before."""
+"""What a thread is in, for a second or two at most, while a failed call ends; other ranks may have
+ended it before."""
 _MOST_SENDERS = 128
-"""Members of a group up to which a receive from any of them is examined: all their connections are."""
+"""Members of a group up to which a receive from any of them is examined: all their connections
+are."""
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 """Timers that interrupt the main thread: the signal's handler may end its call."""
 _MAX_FRAMES = 60
@@ -63,10 +66,11 @@ class BlockedCall(NamedTuple):
         backend: of its group.
         call: the last one of the batch.
         where: ``file:line`` of the user's code that waits; "" for a callback.
-        ends_alone: True if the call may end without a call of another rank: a message for which ``needs_peer`` is
-            False or that may come from very many ranks, messages that have neither numbers
-            (:meth:`~ObservedBackend.operation`) nor :attr:`~ObservedBackend.message_queues`, and calls with a shorter
-            timeout than their group's, after which the program may go on.
+        ends_alone: True if the call may end without a call of another rank: a message for which
+            ``needs_peer`` is False or that may come from very many ranks, messages that have
+            neither numbers (:meth:`~ObservedBackend.operation`) nor
+            :attr:`~ObservedBackend.message_queues`, and calls with a shorter timeout than their
+            group's, after which the program may go on.
     """
 
     backend: ObservedBackend
@@ -76,7 +80,8 @@ class BlockedCall(NamedTuple):
 
 
 def find_blocked_calls(backends: Sequence[ObservedBackend]) -> tuple[list[BlockedCall], bool]:
-    """The calls in which threads are blocked, and True if no other thread of this process could call unicoll."""
+    """The calls in which threads are blocked, and True if no other thread of this process could
+    call unicoll."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     found: list[BlockedCall] = []
     blocked: set[int | None] = set()
@@ -85,7 +90,8 @@ def find_blocked_calls(backends: Sequence[ObservedBackend]) -> tuple[list[Blocke
     through_torch = any(backend.called_from_torch for backend in backends)
     all_blocked = not any(signal.getitimer(timer)[0] for timer in _TIMERS)
     with ThreadFrames() as frames:
-        del frames[threading.get_ident()]  # a reference to the own frame would keep everything here alive
+        # A reference to the own frame would keep everything here alive.
+        del frames[threading.get_ident()]
         for ident, frame in frames.items():
             if _handles_failure(frame):
                 all_blocked = False
@@ -123,11 +129,16 @@ def find_blocked_calls(backends: Sequence[ObservedBackend]) -> tuple[list[Blocke
 
 def has_callbacks(backend: ObservedBackend) -> bool:
     """True if a call of a backend runs callbacks when it ends."""
-    return backend.has_unseen_wakers or any(bool(each._callbacks) for each in backend.in_background())
+    return backend.has_unseen_wakers or any(
+        bool(each._callbacks) for each in backend.in_background()
+    )
 
 
-def _blocked_call(thread: int, top: FrameType, backends: Sequence[ObservedBackend]) -> BlockedCall | None:
-    """The innermost call of the user in which a thread is blocked; None if it runs or waits for a limited time."""
+def _blocked_call(
+    thread: int, top: FrameType, backends: Sequence[ObservedBackend]
+) -> BlockedCall | None:
+    """The innermost call of the user in which a thread is blocked; None if it runs or waits for a
+    limited time."""
     if _package(top) not in _OURS:
         return None
     for backend in backends:
@@ -141,7 +152,8 @@ def _blocked_call(thread: int, top: FrameType, backends: Sequence[ObservedBacken
         if isinstance(activity.what, Call):
             caller = activity.frame
             if caller not in (None, user) and _package(caller) not in LIBRARY_PACKAGES:
-                return None  # a signal's handler, for example, that runs during the call
+                # A signal's handler, for example, that runs during the call.
+                return None
             executing = activity.backend.executing_backend if activity.backend is not None else None
             host = next((backend for backend in backends if backend is executing), None)
             numbered = activity.what.op.message or activity.what.seq
@@ -192,9 +204,15 @@ def _joins(top: FrameType) -> threading.Thread | None:
 
 
 def _waits_for_future(top: FrameType) -> bool:
-    """True for a thread that waits without a timeout for a future, which another thread has to complete."""
-    for frame in takewhile(lambda frame: _package(frame) in ("threading", "concurrent"), outwards(top)):
-        if frame.f_globals["__name__"] == "concurrent.futures._base" and frame.f_code.co_name == "result":
+    """True for a thread that waits without a timeout for a future, which another thread has to
+    complete."""
+    for frame in takewhile(
+        lambda frame: _package(frame) in ("threading", "concurrent"), outwards(top)
+    ):
+        if (
+            frame.f_globals["__name__"] == "concurrent.futures._base"
+            and frame.f_code.co_name == "result"
+        ):
             return frame.f_locals["timeout"] is None
     return False
 
@@ -204,17 +222,20 @@ def _is_idle(top: FrameType) -> bool:
 
 
 def _cannot_call(thread: threading.Thread | None, top: FrameType, through_torch: bool) -> bool:
-    """True for a thread that does not call unicoll, or torch if that leads to calls, as far as its stack shows."""
+    """True for a thread that does not call unicoll, or torch if that leads to calls, as far as its
+    stack shows."""
     if thread is not None and not thread.daemon:
         return False
     for frame in outwards(top):
         may_use = _OURS
         if through_torch and _package(frame) not in LIBRARY_PACKAGES:
             if not _INSTALLED.intersection(Path(frame.f_code.co_filename).parts):
-                return False  # most modules of a program with torch can call torch.distributed
+                # Most modules of a program with torch can call torch.distributed.
+                return False
             may_use = _OURS | {"torch"}
         names = frame.f_globals
-        # unicoll.process.excepthook may have replaced this hook, which a thread calls when it has failed.
+        # unicoll.process.excepthook may have replaced this hook, which a thread calls when it has
+        # failed.
         values = (x for x in [*names.values()] if x is not threading.excepthook)
         if names.get("__name__") == "__main__" or any(_origin(x) in may_use for x in values):
             return False
@@ -223,7 +244,11 @@ def _cannot_call(thread: threading.Thread | None, top: FrameType, through_torch:
 
 def _origin(value: Any) -> str:
     """The package that a value of a module's namespace is, or is defined in."""
-    name = getattr(value, "__name__", "") if type(value) is type(sys) else getattr(value, "__module__", "")
+    name = (
+        getattr(value, "__name__", "")
+        if type(value) is type(sys)
+        else getattr(value, "__module__", "")
+    )
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
@@ -235,7 +260,8 @@ def _runs_callback(thread: int, top: FrameType) -> bool:
 
 
 def _handles_failure(top: FrameType) -> bool:
-    """True for a thread in which a call ends with an error, which the threads that wait for the call then get."""
+    """True for a thread in which a call ends with an error, which the threads that wait for the
+    call then get."""
     for frame in islice(outwards(top), _MAX_FRAMES):
         if _package(frame) not in _LIBRARIES:
             return False

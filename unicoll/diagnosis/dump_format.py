@@ -1,7 +1,9 @@
-"""The content of a flight recorder dump, which :mod:`unicoll.trace` reads: a JSON object, ``rank_R.json``.
+"""The content of a flight recorder dump, which :mod:`unicoll.trace` reads: a JSON object,
+``rank_R.json``.
 
-``version`` is 1. Ranks are global ranks, except ``root`` and ``peer`` of a call, which are ranks in its group. Times
-are seconds on this process's monotonic clock; ``clock.offset`` added to them gives rank 0's.
+``version`` is 1. Ranks are global ranks, except ``root`` and ``peer`` of a call, which are ranks in
+its group. Times are seconds on this process's monotonic clock; ``clock.offset`` added to them gives
+rank 0's.
 """
 
 from __future__ import annotations
@@ -85,14 +87,17 @@ def _call(call: RecordedCall) -> Content:
 
 
 def threads(omitted: str) -> list[Content]:
-    """The stacks of this process's threads, but for those named ``omitted``; the main thread's first.
+    """The stacks of this process's threads, but for those named ``omitted``; the main thread's
+    first.
 
-    Of each thread: name, whether it is the main thread, ``at`` (where it is in the user's code, or None), and the
-    frames from the outermost to the innermost, each with file, line and function.
+    Of each thread: name, whether it is the main thread, ``at`` (where it is in the user's code, or
+    None), and the frames from the outermost to the innermost, each with file, line and function.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    library = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    library = tuple(
+        sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
     found = []
     with ThreadFrames() as frames:
         for ident in sorted(frames, key=lambda each: each != main):
@@ -109,7 +114,8 @@ def threads(omitted: str) -> list[Content]:
                 }
             )
             del stack, users
-        del frames  # the frames keep their arrays alive
+        # The frames keep their arrays alive.
+        del frames
     return found
 
 

@@ -1,4 +1,5 @@
-"""Writing the flight recorder's dump of this rank: on request, on SIGUSR1, and when a group fails."""
+"""Writing the flight recorder's dump of this rank: on request, on SIGUSR1, and when a group
+fails."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ log = logging.getLogger("unicoll")
 _WRITER = "unicoll-flight-dump"
 """Name of the threads that write."""
 _SNAPSHOT_S = 0.3
-"""Seconds for which a failure waits for the copy of the calls, which must be made before they end."""
+"""Seconds for which a failure waits for the copy of the calls, which must be made before they
+end."""
 _WRITE_S = 3.0
 """Seconds for which the end of the job waits for dumps that are being written."""
 
@@ -42,21 +44,26 @@ def dumper_of(job: Job) -> FlightDumper:
 
 
 def dump_flight_recorder(directory: str | os.PathLike[str] | None = None, group: Any = None) -> str:
-    """Write this rank's last calls, with the stacks of its threads, for ``unicoll trace``; returns the path.
+    """Write this rank's last calls, with the stacks of its threads, for ``unicoll trace``; returns
+    the path.
 
-    The file is ``rank_R.json``; ``nccl_trace_rank_R`` beside it has the calls in the format of PyTorch's flight
-    recorder. Files of an earlier dump are replaced. Every rank writes its own files, so all ranks call this function,
-    in any order, with a directory that they share. ``UNICOLL_FLIGHT_RECORDER`` is the number of calls that are kept.
+    The file is ``rank_R.json``; ``nccl_trace_rank_R`` beside it has the calls in the format of
+    PyTorch's flight recorder. Files of an earlier dump are replaced. Every rank writes its own
+    files, so all ranks call this function, in any order, with a directory that they share.
+    ``UNICOLL_FLIGHT_RECORDER`` is the number of calls that are kept.
 
     Args:
-        directory: made if it does not exist; it has to belong to this user or root, and not every user may write to
-            it unless it has the sticky bit, as /tmp. None is the directory that ``UNICOLL_TRACE_DIR`` had in
-            init_process_group, or if it was not set a directory of the job's own among this host's temporary files.
-        group: whose job's calls are written; None is init_process_group's, or else the job that was joined last.
+        directory: made if it does not exist; it has to belong to this user or root, and not every
+            user may write to it unless it has the sticky bit, as /tmp. None is the directory that
+            ``UNICOLL_TRACE_DIR`` had in init_process_group, or if it was not set a directory of the
+            job's own among this host's temporary files.
+        group: whose job's calls are written; None is init_process_group's, or else the job that was
+            joined last.
 
     Raises:
         NotInitializedError: there is no job.
-        DistArgumentError: ``group`` is not one of this process, or ``directory`` cannot be written, and why.
+        DistArgumentError: ``group`` is not one of this process, or ``directory`` cannot be written,
+            and why.
     """
     if group is None:
         found = [each for each in _open if not each.job.name] or _open
@@ -64,9 +71,13 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None, group:
         base = getattr(group, "base", group)
         found = [each for each in _open if base in each.job.groups]
         if not found:
-            raise DistArgumentError(f"dump_flight_recorder: {group!r} is not a group of this process")
+            raise DistArgumentError(
+                f"dump_flight_recorder: {group!r} is not a group of this process"
+            )
     if not found:
-        raise NotInitializedError("dump_flight_recorder: there is no job: call init_process_group first")
+        raise NotInitializedError(
+            "dump_flight_recorder: there is no job: call init_process_group first"
+        )
     try:
         return found[-1].dump(directory, "dump_flight_recorder() was called")
     except OSError as error:
@@ -76,8 +87,9 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None, group:
 class FlightDumper:
     """The dumps of one job; :meth:`close` ends it.
 
-    Failures of groups are dumped if UNICOLL_TRACE_DIR is set now, those of a job with a name in a folder of that name.
-    In the main thread of a process that has no handler of SIGUSR1, the signal is handled.
+    Failures of groups are dumped if UNICOLL_TRACE_DIR is set now, those of a job with a name in a
+    folder of that name. In the main thread of a process that has no handler of SIGUSR1, the signal
+    is handled.
     """
 
     def __init__(self, job: Job) -> None:
@@ -86,8 +98,11 @@ class FlightDumper:
         self._writers: list[threading.Thread] = []
         self._failures: list[dict[str, object]] = []
         self.directory = os.environ.get("UNICOLL_TRACE_DIR", "")
-        with suppress(OSError):  # the working directory does not exist
-            self.directory = self.directory and os.path.abspath(os.path.join(self.directory, job.name))
+        # The working directory does not exist.
+        with suppress(OSError):
+            self.directory = self.directory and os.path.abspath(
+                os.path.join(self.directory, job.name)
+            )
         if job.control is not None:
             job.control.failure_listeners.append(self._on_failure)
         handle_signal()
@@ -113,8 +128,9 @@ class FlightDumper:
     def dump(self, directory: str | os.PathLike[str] | None, reason: str) -> str:
         """Write the dump; returns its path, or raises OSError.
 
-        ``directory`` is made if it does not exist, see :func:`unicoll.process.files.open_own_directory`; None is
-        UNICOLL_TRACE_DIR or a directory of the job's own.
+        ``directory`` is made if it does not exist, see
+        :func:`unicoll.process.files.open_own_directory`; None is UNICOLL_TRACE_DIR or a directory
+        of the job's own.
         """
         place = self._default_directory() if directory is None else os.fspath(directory)
         return self._write(place, reason, False, lambda: None)
@@ -126,7 +142,8 @@ class FlightDumper:
         failure: bool = False,
         copied: Callable[[], object] = bool,
     ) -> dict[str, Any]:
-        """The dump as a dict for JSON; ``copied`` is called when the threads' stacks have been copied."""
+        """The dump as a dict for JSON; ``copied`` is called when the threads' stacks have been
+        copied."""
         # It is needed rarely.
         from unicoll.diagnosis import dump_format
 
@@ -145,8 +162,8 @@ class FlightDumper:
     def start(self, reason: str, failure: bool) -> None:
         """Write the dump on another thread; errors are logged.
 
-        If a group has failed, this waits for a moment until its calls have been copied; else it is logged where the
-        dump is.
+        If a group has failed, this waits for a moment until its calls have been copied; else it is
+        logged where the dump is.
         """
         copied = threading.Event()
 
@@ -160,7 +177,8 @@ class FlightDumper:
                         path,
                         command_to_type("trace", os.path.dirname(path)),
                     )
-            except Exception as error:  # diagnostics must not cause failures
+            except Exception as error:
+                # Diagnostics must not cause failures.
                 self._warn(error)
             finally:
                 copied.set()
@@ -168,10 +186,12 @@ class FlightDumper:
         thread = threading.Thread(target=write, name=_WRITER, daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # no further thread is possible
+        except RuntimeError as error:
+            # No further thread is possible.
             self._warn(error)
             return
-        self._writers.append(thread)  # several groups may fail at once
+        # Several groups may fail at once.
+        self._writers.append(thread)
         for ended in [t for t in self._writers if not t.is_alive()]:
             with suppress(ValueError):
                 self._writers.remove(ended)
@@ -198,7 +218,8 @@ class FlightDumper:
         return os.path.join(tempfile.gettempdir(), f"unicoll_trace_{name}")
 
     def _write(self, directory: str, reason: str, failure: bool, copied: Callable[[], None]) -> str:
-        calls = recorded_calls(self.job.number)  # first: they may end at any time
+        # First: they may end at any time.
+        calls = recorded_calls(self.job.number)
         # It is needed rarely.
         from unicoll.diagnosis import torch_dump_format
 
@@ -217,7 +238,7 @@ class FlightDumper:
         return os.path.join(directory, name)
 
 
-# --- the signal -----------------------------------------------------------------------------------------------------
+# --- the signal -----------------------------------------------------------------------------------
 
 
 def handle_signal() -> None:

@@ -1,4 +1,5 @@
-"""The flight recorder's contents: ended and pending calls from the ring, running ones from what the threads are in."""
+"""The flight recorder's contents: ended and pending calls from the ring, running ones from what the
+threads are in."""
 
 from __future__ import annotations
 
@@ -30,8 +31,10 @@ class RecordedCall:
     """One call, as the flight recorder has it.
 
     Attributes:
-        group, ranks, op, inputs, outputs, nbytes, reduce, root, peer, tag, backend, compression: see :class:`CallKind`.
-        seq: sequence number in the group, from 1; 0 for messages of most backends, and before the backend has it.
+        group, ranks, op, inputs, outputs, nbytes, reduce, root, peer, tag, backend, compression:
+            see :class:`CallKind`.
+        seq: sequence number in the group, from 1; 0 for messages of most backends, and before the
+            backend has it.
         site: ``file:line`` of the caller.
         state: "scheduled" (behind other calls, or just posted), "started", "completed" or "failed".
         created, started, ended: seconds on the clock of ``time.monotonic``; 0 if not yet.
@@ -84,7 +87,9 @@ def recorded_calls(job: int = 0) -> list[RecordedCall]:
     """
     entries = [(e[0] if isinstance(e, tuple) else e.kind, e) for e in flight_recorder.snapshot()]
     found = [
-        _ended(e) if isinstance(e, tuple) else _pending(e) for kind, e in entries if job in (0, kind.job)
+        _ended(e) if isinstance(e, tuple) else _pending(e)
+        for kind, e in entries
+        if job in (0, kind.job)
     ]
     found += [_running_call(a) for a in _running() if a.kind is not None and job in (0, a.kind.job)]
     return sorted(found, key=lambda call: call.created)
@@ -97,7 +102,14 @@ def _ended(entry: tuple[Any, ...]) -> RecordedCall:
         site = f"{site.co_filename}:{line_of(site, offset)}"
     state = "failed" if error else "completed"
     return _record(
-        kind, seq, site, state, (begun, begun, ended), True, error, entry[7] if len(entry) > 7 else None
+        kind,
+        seq,
+        site,
+        state,
+        (begun, begun, ended),
+        True,
+        error,
+        entry[7] if len(entry) > 7 else None,
     )
 
 

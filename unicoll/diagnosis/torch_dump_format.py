@@ -1,11 +1,16 @@
-"""The flight recorder's calls in the format of PyTorch's flight recorder, for its analyser ``torchfrtrace``.
+"""The flight recorder's calls in the format of PyTorch's flight recorder, for its analyser
+``torchfrtrace``.
 
-The format is that of torch 2.7 and later. It has rules that unicoll's calls do not follow by themselves:
+The format is that of torch 2.7 and later. It has rules that unicoll's calls do not follow by
+themselves:
 
-* An operation must have a name of a fixed set. Others are recorded as "coalesced", which is compared by name only.
-* Sizes of all ranks must be equal where torch has one tensor of all ranks' parts; lists become such a tensor.
-* All ranks of a group must make each call. So the messages from one rank to another with one tag get a group of their
-  own, in which they are numbered. Receives from any rank are left out, since their sources are not recorded.
+* An operation must have a name of a fixed set. Others are recorded as "coalesced", which is
+  compared by name only.
+* Sizes of all ranks must be equal where torch has one tensor of all ranks' parts; lists become such
+  a tensor.
+* All ranks of a group must make each call. So the messages from one rank to another with one tag
+  get a group of their own, in which they are numbered. Receives from any rank are left out, since
+  their sources are not recorded.
 * There is no failed state: a failed call is one that has not completed.
 """
 
@@ -71,7 +76,8 @@ Entry = dict[str, Any]
 def dumped(
     rank: int, calls: Sequence[RecordedCall], groups: Sequence[Any], full: bool, epoch: float
 ) -> bytes:
-    """This rank's dump; ``full`` if older calls may have been dropped, ``epoch`` is wall minus monotonic clock."""
+    """This rank's dump; ``full`` if older calls may have been dropped, ``epoch`` is wall minus
+    monotonic clock."""
     descriptions = {g.name: g.group_desc for g in groups}
     config = {g.name: _config(g.name, g.group_desc, g.ranks) for g in groups}
     status = {name: dict.fromkeys(_STATUS, -1) for name in config}
@@ -82,7 +88,8 @@ def dumped(
         if call.is_message:
             own = call.ranks.index(rank)
             if call.peer in (-1, own) or call.tag is None or call.op == "probe":
-                continue  # torch has no probes, messages to oneself, from any rank or with any tag
+                # Torch has no probes, messages to oneself, from any rank or with any tag.
+                continue
             ends = (own, call.peer) if call.op == "send" else (call.peer, own)
             name = f"{call.group}: {ends[0]}->{ends[1]}, tag {call.tag}"
             description = "messages"
@@ -126,7 +133,8 @@ def _note(status: dict[str, int], entry: Entry, number: int) -> None:
 
 
 def _first_record(calls: Sequence[RecordedCall]) -> int:
-    """Number of the first entry, as if all ranks had dropped the same calls: torch drops what not all ranks have."""
+    """Number of the first entry, as if all ranks had dropped the same calls: torch drops what not
+    all ranks have."""
     for index, call in enumerate(calls):
         if call.seq and not call.is_message:
             return max(0, call.seq - 1 - index)
@@ -134,11 +142,17 @@ def _first_record(calls: Sequence[RecordedCall]) -> int:
 
 
 def _entry(
-    call: RecordedCall, group: str, description: str, members: Sequence[int], number: int, epoch: float
+    call: RecordedCall,
+    group: str,
+    description: str,
+    members: Sequence[int],
+    number: int,
+    epoch: float,
 ) -> Entry:
     name, inputs, outputs = _arrays(call)
     is_message = call.is_message
-    if is_message:  # torch numbers the members in the order of their global ranks
+    # Torch numbers the members in the order of their global ranks.
+    if is_message:
         source, target = (0, 1) if members[0] < members[1] else (1, 0)
         name = f"send {source}->{target}" if call.op == "send" else f"recv {target}<-{source}"
     file, _, line = call.site.rpartition(":")
@@ -158,7 +172,9 @@ def _entry(
         "output_dtypes": types * len(outputs),
         "state": _STATES.get(call.state, call.state),
         "time_discovered_started_ns": _nanoseconds(call.started, epoch),
-        "time_discovered_completed_ns": _nanoseconds(call.ended if call.state == "completed" else 0, epoch),
+        "time_discovered_completed_ns": _nanoseconds(
+            call.ended if call.state == "completed" else 0, epoch
+        ),
         "retired": call.state == "completed",
         "timeout_ms": 0,
         "is_p2p": is_message,
@@ -194,7 +210,8 @@ def _arrays(call: RecordedCall) -> tuple[str, list[list[int]], list[list[int]]]:
         if all(part == parts[0] for part in parts):
             whole = [[len(parts), *parts[0]]]
             inputs, outputs = (inputs, whole) if name == "all_gather" else (whole, outputs)
-        else:  # the sizes of single parts differ between ranks
+        else:
+            # The sizes of single parts differ between ranks.
             name += "_v"
             inputs = outputs = [[_total(parts)]]
     return name, inputs, outputs

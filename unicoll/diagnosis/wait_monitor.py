@@ -1,9 +1,11 @@
-"""Watches the calls in which this process waits: a thread of each process of a job of several ranks.
+"""Watches the calls in which this process waits: a thread of each process of a job of several
+ranks.
 
-A few times a second it looks at what the threads are in. If all threads of the process are
-blocked, it sends their state to the relay, which finds deadlocks (:mod:`unicoll.net.control.deadlock_detector`). The
-relay permits one rank of a group to log a warning for a call that waits for long. A collective that waits though a
-member has died fails: it may wait for another member, which is alive and does not call.
+A few times a second it looks at what the threads are in. If all threads of the process are blocked,
+it sends their state to the relay, which finds deadlocks
+(:mod:`unicoll.net.control.deadlock_detector`). The relay permits one rank of a group to log a
+warning for a call that waits for long. A collective that waits though a member has died fails: it
+may wait for another member, which is alive and does not call.
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ from unicoll.backend.observed_backend import ObservedBackend
 from unicoll.calls.call import Call, ProxyCall
 from unicoll.diagnosis.blocked_calls import BlockedCall, find_blocked_calls, has_callbacks
 from unicoll.errors import DeadlockError, DistError
-from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, MessageState, backend_group_of, compress
+from unicoll.net.control.wait_graph import (
+    ANY,
+    RECEIVE,
+    SEND,
+    MessageState,
+    backend_group_of,
+    compress,
+)
 from unicoll.process import environment, fork_safety
 
 _POLL_S = 0.2
 _BLOCKED_S = 0.15
 """How long a rank's calls must have lasted before it reports them."""
 _LOST_S = 0.5
-"""How long a collective may wait after the death of a member; until then it may end, or find the death by itself."""
+"""How long a collective may wait after the death of a member; until then it may end, or find the
+death by itself."""
 
 _monitors: list[WaitMonitor] = []
 """Those of all jobs that this process is in."""
@@ -40,25 +50,30 @@ Message = dict[str, Any]
 class _TrackedCall:
     """A call that is in an earlier snapshot.
 
-    A reference to the call itself would keep its arrays alive. Its number tells it from a later one at its address.
+    A reference to the call itself would keep its arrays alive. Its number tells it from a later one
+    at its address.
     """
 
     def __init__(self, call: Call, number: int) -> None:
         self.number = call.watched_as = number
         self.since = time.monotonic()
-        self.warned_at = 0.0  # age of the call when this rank last asked for a warning
-        self.lost_since = 0.0  # when it was first seen waiting after the death of a member
+        # Age of the call when this rank last asked for a warning.
+        self.warned_at = 0.0
+        # When it was first seen waiting after the death of a member.
+        self.lost_since = 0.0
 
 
 class _Snapshot(NamedTuple):
     """What the process waits for.
 
     Attributes:
-        state: the message of :mod:`unicoll.net.control.wait_graph`; None if a thread is not blocked.
+        state: the message of :mod:`unicoll.net.control.wait_graph`; None if a thread is not
+            blocked.
         texts: descriptions of the calls in it.
         since: when the youngest of these calls was first seen.
         calls: for each group operation and sequence number of the first of these calls in it.
-        stalled: for each call that waits its backend, the call, and since when and where the user waits.
+        stalled: for each call that waits its backend, the call, and since when and where the user
+            waits.
     """
 
     state: Message | None
@@ -80,13 +95,19 @@ class WaitMonitor:
         self._job = job
         self._control = job.control
         self._warn_s = environment.number("UNICOLL_STALL_WARNING")
-        self._lock = threading.Lock()  # the control thread takes snapshots, too
-        self._seen: dict[int, _TrackedCall] = {}  # by id of the call
+        # The control thread takes snapshots, too.
+        self._lock = threading.Lock()
+        # By id of the call.
+        self._seen: dict[int, _TrackedCall] = {}
         self._last_number = 0
-        self._sent: tuple[int, Message] | None = None  # the relay's rank and the state that it has
-        self._asked: dict[str, tuple[str, int]] = {}  # the calls of the last answer to the relay
-        self._orders: set[str] = set()  # which the relay has asked for
-        self._granted: set[int] = set()  # numbers of the calls to warn about
+        # The relay's rank and the state that it has.
+        self._sent: tuple[int, Message] | None = None
+        # The calls of the last answer to the relay.
+        self._asked: dict[str, tuple[str, int]] = {}
+        # Which the relay has asked for.
+        self._orders: set[str] = set()
+        # Numbers of the calls to warn about.
+        self._granted: set[int] = set()
         self._closing = threading.Event()
         self._control.handle("confirm", self._confirm)
         self._control.failure_listeners.append(self._name_call)
@@ -109,11 +130,13 @@ class WaitMonitor:
         while not self._closing.wait(_POLL_S):
             try:
                 self._check()
-            except Exception:  # groups begin and end at any time
+            except Exception:
+                # Groups begin and end at any time.
                 log.debug("the state of the blocked calls is not known", exc_info=True)
 
     def _check(self) -> None:
-        """Take one snapshot. No reference to it, to the calls and their arrays, is kept until the next one."""
+        """Take one snapshot. No reference to it, to the calls and their arrays, is kept until the
+        next one."""
         with self._lock:
             snapshot = self._take_snapshot()
             self._report(snapshot)
@@ -121,10 +144,15 @@ class WaitMonitor:
         if self._warn_s:
             self._warn(snapshot)
 
-    # --- snapshots --------------------------------------------------------------------------------------------------
+    # --- snapshots --------------------------------------------------------------------------------
 
     def _backends(self) -> list[ObservedBackend]:
-        found = {b for group in [*self._job.groups] for b in group.backends if isinstance(b, ObservedBackend)}
+        found = {
+            b
+            for group in [*self._job.groups]
+            for b in group.backends
+            if isinstance(b, ObservedBackend)
+        }
         return [backend for backend in found if backend.context.size > 1 and not backend.closed]
 
     def _take_snapshot(self) -> _Snapshot:
@@ -134,7 +162,8 @@ class WaitMonitor:
         blocked, all_blocked = find_blocked_calls(backends)
         others = [monitor for monitor in [*_monitors] if monitor is not self]
         if any(has_callbacks(backend) for monitor in others for backend in monitor._backends()):
-            all_blocked = False  # a callback of a call of another job may call this one's groups
+            # A callback of a call of another job may call this one's groups.
+            all_blocked = False
         seen: dict[int, _TrackedCall] = {}
         entries = [(one, self._entry(one.call, one.where, seen)) for one in blocked]
         stalled = [
@@ -150,20 +179,26 @@ class WaitMonitor:
         self._seen = seen
         if not all_blocked or not blocked or any(one.ends_alone for one in blocked):
             return _Snapshot(None, [], 0.0, {}, stalled)
-        entries.sort(key=lambda pair: (not pair[0].where, pair[1].number))  # callbacks are last
+        # Callbacks are last.
+        entries.sort(key=lambda pair: (not pair[0].where, pair[1].number))
         waits = [(*_wait(one), entry.number) for one, entry in entries]
         ended = self._job.ended
         state = {
             "waits": [[order, number, peer, call] for order, number, peer, _, call in waits],
             # of a group that it has destroyed, too: another member may still be in the last call
-            "posted": {order: ended[order] for order in self._orders if order in ended}
-            | {
-                backend_group_of(order, backend.context.name): number
-                for backend in backends
-                for order, number in backend.posted().items()
-            },
+            "posted": (
+                {order: ended[order] for order in self._orders if order in ended}
+                | {
+                    backend_group_of(order, backend.context.name): number
+                    for backend in backends
+                    for order, number in backend.posted().items()
+                }
+            ),
             "groups": {
-                **{_backend_group(one.backend): compress(one.backend.context.ranks) for one in blocked},
+                **{
+                    _backend_group(one.backend): compress(one.backend.context.ranks)
+                    for one in blocked
+                },
                 **{order: compress(ranks) for order, _, _, ranks, _ in waits},
             },
         }
@@ -180,7 +215,7 @@ class WaitMonitor:
         seen[id(call)] = entry
         return entry
 
-    # --- deadlocks --------------------------------------------------------------------------------------------------
+    # --- deadlocks --------------------------------------------------------------------------------
 
     def _report(self, snapshot: _Snapshot) -> None:
         state = snapshot.state if time.monotonic() - snapshot.since >= _BLOCKED_S else None
@@ -194,47 +229,65 @@ class WaitMonitor:
         with self._lock:
             backends = {_backend_group(backend): backend for backend in self._backends()}
             links = [
-                _message_state(backends.get(backend_group), peer) for backend_group, peer in message["links"]
+                _message_state(backends.get(backend_group), peer)
+                for backend_group, peer in message["links"]
             ]
             self._orders.update(message["orders"])
-            # after the links: a thread that has read a message of these since then must not count as blocked
+            # after the links: a thread that has read a message of these since then must not count
+            # as blocked
             snapshot = self._take_snapshot()
-            answer = {"id": message["id"], "state": snapshot.state, "texts": snapshot.texts, "links": links}
-            # the relay takes the answer for the state, so a thread that ran just now must not hide the next report
-            self._sent = None if snapshot.state is None else (self._control.relay_rank, snapshot.state)
+            answer = {
+                "id": message["id"],
+                "state": snapshot.state,
+                "texts": snapshot.texts,
+                "links": links,
+            }
+            # the relay takes the answer for the state, so a thread that ran just now must not hide
+            # the next report
+            self._sent = (
+                None if snapshot.state is None else (self._control.relay_rank, snapshot.state)
+            )
             self._asked = snapshot.calls
             self._control.send({"t": "confirmed", **answer})
 
     def _name_call(self, group: str, error: DistError) -> None:
-        """Complete the error of a deadlock, which all members get, by the call that this rank waits in."""
+        """Complete the error of a deadlock, which all members get, by the call that this rank waits
+        in."""
         if not isinstance(error, DeadlockError):
             return
         try:
             blocked, _ = find_blocked_calls(self._backends())
-        except Exception:  # groups begin and end at any time
+        except Exception:
+            # Groups begin and end at any time.
             log.debug("the blocked calls are not known", exc_info=True)
             return
-        last = self._asked.get(group)  # the end of another rank may have ended a message meanwhile
+        # The end of another rank may have ended a message meanwhile.
+        last = self._asked.get(group)
         named = next((_name(one) for one in blocked if one.backend.context.name == group), last)
         if named is not None:
             error.op, error.seq = named[0], named[1] or None
 
-    # --- lost ranks -------------------------------------------------------------------------------------------------
+    # --- lost ranks -------------------------------------------------------------------------------
 
     def _fail_lost(self, snapshot: _Snapshot) -> None:
-        """Fail the groups whose collective has waited for :data:`_LOST_S` after the death of a member."""
+        """Fail the groups whose collective has waited for :data:`_LOST_S` after the death of a
+        member."""
         for backend, call, entry in snapshot.stalled:
             context = backend.context
-            lost = None if call.op.message or backend.error is not None else backend.lost_member(call)
+            lost = (
+                None if call.op.message or backend.error is not None else backend.lost_member(call)
+            )
             if lost is None:
                 continue
             entry.lost_since = entry.lost_since or time.monotonic()
             if time.monotonic() - entry.lost_since >= _LOST_S:
                 why = self._control.departed[lost]
-                error = operation_errors.rank_lost_error(context, call, context.ranks.index(lost), why)
+                error = operation_errors.rank_lost_error(
+                    context, call, context.ranks.index(lost), why
+                )
                 backend.state.announce(error)
 
-    # --- warnings ---------------------------------------------------------------------------------------------------
+    # --- warnings ---------------------------------------------------------------------------------
 
     def _warn(self, snapshot: _Snapshot) -> None:
         now = time.monotonic()
@@ -251,7 +304,13 @@ class WaitMonitor:
             elif age >= max(self._warn_s, 2 * entry.warned_at):
                 entry.warned_at = age
                 name = f"{_backend_group(backend)} {call.op.name}"
-                message = {"t": "stalled", "id": entry.number, "call": name, "seq": call.seq, "age": age}
+                message = {
+                    "t": "stalled",
+                    "id": entry.number,
+                    "call": name,
+                    "seq": call.seq,
+                    "age": age,
+                }
                 self._control.send(message)
         self._granted &= {entry.number for _, _, entry in snapshot.stalled}
 
@@ -261,11 +320,17 @@ def _backend_group(backend: ObservedBackend) -> str:
 
 
 def _wait(one: BlockedCall) -> tuple[str, int, int, tuple[int, ...]]:
-    """The first three attributes of a :class:`unicoll.net.control.wait_graph.Wait`, and the ranks of its operation."""
+    """The first three attributes of a :class:`unicoll.net.control.wait_graph.Wait`, and the ranks
+    of its operation."""
     call, context = one.call, one.backend.context
     operation = one.backend.operation(call)
     if operation is not None:
-        return backend_group_of(operation.order, context.name), operation.number, ANY, operation.ranks
+        return (
+            backend_group_of(operation.order, context.name),
+            operation.number,
+            ANY,
+            operation.ranks,
+        )
     kind = SEND if call.inputs else RECEIVE
     peer = context.ranks[call.peer] if call.peer >= 0 else ANY
     return _backend_group(one.backend), kind, peer, context.ranks

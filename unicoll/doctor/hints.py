@@ -93,7 +93,10 @@ def _devices(sections: Sections) -> Iterator[Hint]:
     for name, facts in (("torch", torch), ("cupy", cupy)):
         if facts.get("cuda") and facts.get("devices") == 0:
             text = f"{name} finds no device, but the driver has {devices}"
-            do = f"install a {name} built for a version that the driver supports: {cuda.get('driver')}"
+            do = (
+                f"install a {name} built for a version that the driver supports:"
+                f" {cuda.get('driver')}"
+            )
             yield Hint("warning", name, text, do)
     if not torch.get("installed") and not cupy.get("installed"):
         text = f"{devices} GPUs are present, but neither CuPy nor torch is installed"
@@ -110,13 +113,22 @@ def _nccl(sections: Sections) -> Iterator[Hint]:
     level = "warning" if _gpu(sections) else "note"
     if nccl.get("reason"):
         if _gpu(sections):
-            do = "install RCCL" if _amd(sections) else "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13"
+            do = (
+                "install RCCL"
+                if _amd(sections)
+                else "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13"
+            )
             yield Hint("warning", "nccl", nccl["reason"], do)
         return
     ours, theirs = nccl.get("version"), torch.get("nccl_version")
     if ours and theirs and ours != theirs:
-        text = f"there are two versions of NCCL: {nccl['library']} is found first, torch has {theirs}"
-        do = "import torch before init_process_group() so that its NCCL is used by both, or install one version only"
+        text = (
+            f"there are two versions of NCCL: {nccl['library']} is found first, torch has {theirs}"
+        )
+        do = (
+            "import torch before init_process_group() so that its NCCL is used by both, or install"
+            " one version only"
+        )
         yield Hint(level, "nccl", text, do)
     if len(torch.get("nccl") or []) > 1:
         text = f"torch loads two copies of NCCL: {', '.join(torch['nccl'])}"
@@ -130,23 +142,36 @@ def _mpi(sections: Sections) -> Iterator[Hint]:
     ours, theirs = mpi.get("family"), mpi.get("mpirun_family")
     version, other = version_in(mpi.get("library", "")), str(mpi.get("mpirun_version", ""))
     major, other_major = version.partition(".")[0], other.partition(".")[0]
-    same = ours == theirs and (ours != "open mpi" or not major or not other_major or major == other_major)
+    same = ours == theirs and (
+        ours != "open mpi" or not major or not other_major or major == other_major
+    )
     if ours and theirs and not same and {ours, theirs} != {"mpich", "intel"}:
         text = f"mpi4py uses {mpi['library']}, but {mpi['mpirun']} belongs to {theirs} {other}"
-        do = "put the bin folder of mpi4py's library first on PATH, or set MPI4PY_LIBMPI to the other's library"
+        do = (
+            "put the bin folder of mpi4py's library first on PATH, or set MPI4PY_LIBMPI to the"
+            " other's library"
+        )
         yield Hint("warning", "mpi", text, do)
 
 
 def _memory(sections: Sections) -> Iterator[Hint]:
     memory = sections["memory"]
-    serious = _gpu(sections) or (bool(sections["mpi"].get("installed")) and not sections["mpi"].get("reason"))
+    serious = _gpu(sections) or (
+        bool(sections["mpi"].get("installed")) and not sections["mpi"].get("reason")
+    )
     level = "warning" if serious else "note"
-    do = "in a container: docker run --shm-size=1g, or --ipc=host; else mount -o remount,size=50% /dev/shm"
+    do = (
+        "in a container: docker run --shm-size=1g, or --ipc=host; else mount -o remount,size=50%"
+        " /dev/shm"
+    )
     if memory.get("shm_problem"):
         text = f"/dev/shm: {memory['shm_problem']}; NCCL and MPI libraries need it"
         yield Hint("warning", "memory", text, do)
     elif memory.get("shm") is not None and memory["shm"] < _SMALL_SHM:
-        text = f"/dev/shm has {size_text(memory['shm'])}; NCCL and MPI libraries need it (gloo does not)"
+        text = (
+            f"/dev/shm has {size_text(memory['shm'])}; NCCL and MPI libraries need it (gloo does"
+            " not)"
+        )
         yield Hint(level, "memory", text, do)
     elif memory.get("shm") is not None and memory["shm_free"] < _SMALL_SHM // 16:
         text = f"/dev/shm has {size_text(memory['shm_free'])} free"
@@ -160,7 +185,10 @@ def _limits(sections: Sections) -> Iterator[Hint]:
     hard, locked = limits["files"]["hard"], limits["locked"]["soft"]
     if hard is not None and hard < _FEW_FILES:
         text = f"at most {hard} open files: large jobs need more connections"
-        do = "ulimit -Hn 65536, /etc/security/limits.conf, LimitNOFILE= or docker --ulimit nofile=65536"
+        do = (
+            "ulimit -Hn 65536, /etc/security/limits.conf, LimitNOFILE= or docker --ulimit"
+            " nofile=65536"
+        )
         yield Hint("warning", "limits", text, f"raise the hard limit: {do}")
     if sections["network"].get("infiniband") and locked is not None and locked < _MIN_LOCKED_BYTES:
         text = f"InfiniBand is present, but only {size_text(locked)} of memory can be locked"
@@ -168,7 +196,10 @@ def _limits(sections: Sections) -> Iterator[Hint]:
         yield Hint("warning", "limits", text, do)
     ranks, cores = sections["environment"].get("local"), limits["cores"]
     if ranks and ranks > cores:
-        do = "start fewer ranks, or expect lower performance because waiting ranks yield the processor"
+        do = (
+            "start fewer ranks, or expect lower performance because waiting ranks yield the"
+            " processor"
+        )
         yield Hint("note", "limits", f"{ranks} ranks share {cores} cores of this host", do)
 
 
@@ -178,13 +209,17 @@ def _network(sections: Sections) -> Iterator[Hint]:
     if "interfaces" in network and "problem" not in network and not up:
         level = "error" if _several_hosts(sections) else "note"
         text = "only the loopback interface is up: jobs on several hosts are impossible"
-        yield Hint(level, "network", text, "bring an interface up, or start the container with a network")
+        yield Hint(
+            level, "network", text, "bring an interface up, or start the container with a network"
+        )
 
 
 def _clocks(sections: Sections) -> Iterator[Hint]:
     if sections["clocks"].get("synchronized") is False and _several_hosts(sections):
         text = "this host's clock is not synchronised according to the kernel"
-        do = "run chrony or ntpd (in a container: on its host), so that times in logs are comparable"
+        do = (
+            "run chrony or ntpd (in a container: on its host), so that times in logs are comparable"
+        )
         yield Hint("warning", "clocks", text, do)
 
 

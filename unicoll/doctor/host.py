@@ -33,9 +33,11 @@ _UNSYNCHRONIZED = 0x40
 
 
 def launched_or_none() -> LaunchInfo | None:
-    """The launcher of this process; None without one, or if the launcher's variables contradict each other.
+    """The launcher of this process; None without one, or if the launcher's variables contradict
+    each other.
 
-    A rank that MPI's launcher started without a variable for the size counts as launched: MPI provides the size.
+    A rank that MPI's launcher started without a variable for the size counts as launched: MPI
+    provides the size.
     """
     try:
         found = launchers.detect()
@@ -82,7 +84,8 @@ def _network() -> Iterator[Facts]:
         state = "up" if addresses[0].is_up else "down"
         summary = f"{name} {state}{f', {speed / 1000:g} Gb/s' if speed else ''}"
         lines.append(
-            f"{summary}: {', '.join(a.address for a in addresses if a.scope != 'link') or 'link-local only'}"
+            f"{summary}:"
+            f" {', '.join(a.address for a in addresses if a.scope != 'link') or 'link-local only'}"
         )
         if not addresses[0].is_loopback:
             common.append(summary)
@@ -109,7 +112,9 @@ def _network() -> Iterator[Facts]:
     except DistError as e:
         yield {"problem": str(e)}
         return
-    text = f"data connections of jobs on several hosts: {', '.join(choice.addresses)}: {choice.reason}"
+    text = (
+        f"data connections of jobs on several hosts: {', '.join(choice.addresses)}: {choice.reason}"
+    )
     yield {"listen": choice.addresses, "why": choice.reason, "lines": [*lines, text]}
 
 
@@ -157,8 +162,10 @@ def _limits() -> Iterator[Facts]:
     files, locked, processes = (limits[n] for n in ("files", "locked", "processes"))
     memory = "unlimited" if locked["soft"] is None else size_text(locked["soft"])
     lines = [
-        f"open files {_count(files['soft'])} (up to {_count(files['hard'])}), locked memory {memory}, processes "
-        f"{_count(processes['soft'])}",
+        (
+            f"open files {_count(files['soft'])} (up to {_count(files['hard'])}), locked memory"
+            f" {memory}, processes {_count(processes['soft'])}"
+        ),
         f"cores: {cores} of {os.cpu_count()}{f', by quota {quota:g}' if quota else ''}",
     ]
     yield {**limits, "cores": cores, "quota": quota, "lines": lines}
@@ -182,7 +189,8 @@ def _quota() -> float | None:
 
 def _clocks() -> Iterator[Facts]:
     source = _read(Path(SYS, "devices/system/clocksource/clocksource0/current_clocksource"))
-    timex = ctypes.create_string_buffer(512)  # larger than struct timex; modes 0 only reads
+    # Larger than struct timex; modes 0 only reads.
+    timex = ctypes.create_string_buffer(512)
     status: int | None = None
     if ctypes.CDLL(None, use_errno=True).adjtimex(timex) >= 0:
         status = int.from_bytes(timex.raw[40:44], "little")
@@ -206,7 +214,8 @@ def _environment() -> Iterator[Facts]:
         if launched is None:
             facts["near_misses"] = launchers.near_misses()
             lines.append(
-                f"no launcher: {'; '.join(facts['near_misses']) or 'no variables of a supported launcher are set'}"
+                "no launcher:"
+                f" {'; '.join(facts['near_misses']) or 'no variables of a supported launcher are set'}"
             )
         else:
             facts |= {
@@ -216,7 +225,9 @@ def _environment() -> Iterator[Facts]:
             }
             facts["several_hosts"] = launched.local_world_size not in (None, launched.world_size)
             on_host = (
-                "" if launched.local_world_size is None else f", {launched.local_world_size} on this host"
+                ""
+                if launched.local_world_size is None
+                else f", {launched.local_world_size} on this host"
             )
             lines.append(f"{launched.name}: {launched.world_size} ranks{on_host}")
     except DistError as e:
@@ -230,17 +241,27 @@ def _environment() -> Iterator[Facts]:
     facts["problems"] += list(_invalid())
     facts["unknown"] = unknown = environment.unknown()
     facts["variables"] = shown = {
-        name: "(set)" if name in unknown else _shown(name, v)  # it may be a misspelt secret
+        # It may be a misspelt secret.
+        name: "(set)" if name in unknown else _shown(name, v)
         for name, v in sorted(os.environ.items())
         if _SHOWN.match(name)
     }
     common = [f"{name}={value}" for name, value in shown.items() if not _by_rank(name)]
-    yield {**facts, "lines": [*lines, *(f"{n}={v}" for n, v in shown.items())], "same": [*lines, *common]}
+    yield {
+        **facts,
+        "lines": [*lines, *(f"{n}={v}" for n, v in shown.items())],
+        "same": [*lines, *common],
+    }
 
 
 def _by_rank(name: str) -> bool:
-    """True for variables that differ by rank in a correct job; joining compares the launcher's variables."""
-    return name in ("RANK", "LOCAL_RANK") or name.endswith("_VISIBLE_DEVICES") or name.startswith("MASTER_")
+    """True for variables that differ by rank in a correct job; joining compares the launcher's
+    variables."""
+    return (
+        name in ("RANK", "LOCAL_RANK")
+        or name.endswith("_VISIBLE_DEVICES")
+        or name.startswith("MASTER_")
+    )
 
 
 def _shown(name: str, value: str) -> str:

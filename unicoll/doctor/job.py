@@ -1,4 +1,5 @@
-"""The report of a job: every rank runs the probes, joins and exchanges data; rank 0 compares and prints."""
+"""The report of a job: every rank runs the probes, joins and exchanges data; rank 0 compares and
+prints."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ from unicoll.process.formatting import print_text, ranks_text
 
 Key = TypeVar("Key", bound=Hashable)
 Summaries = Mapping[str, PairSummary]
-""""pairs": over the default group; "pairs_mpi": over MPI, if that is another backend and has started the job."""
+""""pairs": over the default group; "pairs_mpi": over MPI, if that is another backend and has
+started the job."""
 
 _MIN_TIMEOUT_S = 60.0
 _CLOCK_S = 1.0
-"""Tolerated difference between the clocks of two hosts; the ranks read them after the same barrier."""
+"""Tolerated difference between the clocks of two hosts; the ranks read them after the same
+barrier."""
 _MOST_AGAIN = 64
 """Slow pairs that are measured again."""
 
@@ -57,7 +60,8 @@ def run(deadline: float, as_json: bool) -> int:
         rank = launched.rank if launched is not None else "?"
         sys.stdout.flush()
         sys.stderr.write(
-            f"unicoll.doctor: rank {rank} (host {interfaces.hostname()}, pid {os.getpid()}): {type(e).__name__}: {e}\n"
+            f"unicoll.doctor: rank {rank} (host {interfaces.hostname()}, pid {os.getpid()}):"
+            f" {type(e).__name__}: {e}\n"
         )
         return 2
     return status
@@ -76,18 +80,24 @@ def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     status = worst(hint for hint, _ in shared)
     for summary in summaries.values():
         status = max(status, 1 * bool(summary.slow), 2 * bool(summary.broken))
-    print_text(_as_json(ranks, shared, summaries, status) if as_json else _as_text(ranks, shared, summaries))
+    print_text(
+        _as_json(ranks, shared, summaries, status)
+        if as_json
+        else _as_text(ranks, shared, summaries)
+    )
     return status
 
 
 def _mpi_is_beside(group: Any) -> bool:
-    """True if MPI has started this job of several ranks and its default group uses another backend."""
+    """True if MPI has started this job of several ranks and its default group uses another
+    backend."""
     started: bool = world.current("doctor").rendezvous.mpi_started
     return started and group.size() > 1 and group.backend_name != "mpi"
 
 
 def _measure(group: Any, ranks: Sequence[Rank], deadline: float) -> PairSummary:
-    """Measure all pairs over a group's backend, slow ones again; the summary is complete on rank 0."""
+    """Measure all pairs over a group's backend, slow ones again; the summary is complete on rank
+    0."""
     measured: dict[tuple[int, int], RankPair] = {}
     for round_pairs in pairs.rounds(group.size()):
         measured = pairs.merge(pairs.measure(group, round_pairs, deadline), measured)
@@ -148,13 +158,14 @@ def _summarize(
     for rank, reports in enumerate(_collect(group, own)):
         reported = [RankPair(**report) for report in reports]
         for pair in reported:
-            if pair.low != rank:  # the lower rank starts the round trips, so only its times are complete
+            # The lower rank starts the round trips, so only its times are complete.
+            if pair.low != rank:
                 pair.latency = pair.transfer = None
         merged = pairs.merge(reported, merged)
     return pairs.summarize(merged.values(), [r.host_key for r in ranks])
 
 
-# --- output of rank 0 --------------------------------------------------------------------------------------------
+# --- output of rank 0 -----------------------------------------------------------------------------
 
 
 def _shared(ranks: Sequence[Rank]) -> list[tuple[Hint, str]]:
@@ -168,10 +179,15 @@ def _shared(ranks: Sequence[Rank]) -> list[tuple[Hint, str]]:
         first_of_host = all(other.host_key != rank.host_key for other in ranks[:number])
         if first_of_host and abs(ahead) > _CLOCK_S:
             relation = "ahead of" if ahead > 0 else "behind"
-            text = f"the clock of {rank.host} is {abs(ahead):.1f} s {relation} that of {ranks[0].host}"
+            text = (
+                f"the clock of {rank.host} is {abs(ahead):.1f} s {relation} that of {ranks[0].host}"
+            )
             owners[Hint("warning", "clocks", text, "run chrony or ntpd on all hosts")] = [number]
     order = sorted(owners, key=lambda hint: -hint.severity)
-    return [(hint, "" if len(owners[hint]) == len(ranks) else ranks_text(owners[hint])) for hint in order]
+    return [
+        (hint, "" if len(owners[hint]) == len(ranks) else ranks_text(owners[hint]))
+        for hint in order
+    ]
 
 
 def _grouped(keys: Iterable[Key]) -> dict[Key, list[int]]:
@@ -185,7 +201,8 @@ def _grouped(keys: Iterable[Key]) -> dict[Key, list[int]]:
 def _hosts(ranks: Sequence[Rank]) -> list[str]:
     by_host = _grouped((rank.host_key, rank.host, rank.interface) for rank in ranks)
     return [
-        f"{ranks_text(numbers)}: {name} ({interface})" for (_, name, interface), numbers in by_host.items()
+        f"{ranks_text(numbers)}: {name} ({interface})"
+        for (_, name, interface), numbers in by_host.items()
     ]
 
 
@@ -203,7 +220,9 @@ def _as_text(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summaries: S
         if len(variants) == 1 and name != "choice":
             lines += entry(name, next(iter(variants)) or ["unknown"])
         elif len(variants) > 1:
-            texts = [f"{ranks_text(numbers)}: {'; '.join(text)}" for text, numbers in variants.items()]
+            texts = [
+                f"{ranks_text(numbers)}: {'; '.join(text)}" for text, numbers in variants.items()
+            ]
             differences += entry(name, texts)
     lines += ["", "init_process_group() chose, on rank 0:", *entry("", dist.explain().splitlines())]
     if differences:
@@ -237,7 +256,9 @@ def _pair_lines(name: str, ranks: Sequence[Rank], summary: PairSummary) -> list[
 
 
 def _pair_text(ranks: Sequence[Rank], pair: RankPair) -> str:
-    low, high = (f"rank {n} (host {ranks[n].host}, {ranks[n].interface})" for n in (pair.low, pair.high))
+    low, high = (
+        f"rank {n} (host {ranks[n].host}, {ranks[n].interface})" for n in (pair.low, pair.high)
+    )
     return f"{low} and {high}"
 
 
@@ -245,7 +266,8 @@ def _pair_facts(summary: PairSummary) -> Facts:
     return {
         "checked": summary.checked,
         "medians": {
-            kind: {"latency": a, "bandwidth": pairs.LARGE / b} for kind, (a, b) in summary.medians.items()
+            kind: {"latency": a, "bandwidth": pairs.LARGE / b}
+            for kind, (a, b) in summary.medians.items()
         },
         "slow": [
             {"ranks": [p.low, p.high], "latency": p.latency, "bandwidth": p.bandwidth, "why": why}
@@ -255,16 +277,22 @@ def _pair_facts(summary: PairSummary) -> Facts:
     }
 
 
-def _as_json(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summaries: Summaries, status: int) -> str:
+def _as_json(
+    ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summaries: Summaries, status: int
+) -> str:
     names = list(ranks[0].sections)
     equal = {name: ranks[0].sections[name] for name in names if len(_variants(ranks, name)) == 1}
     different = {
-        name: [{"ranks": numbers, "lines": list(text)} for text, numbers in _variants(ranks, name).items()]
+        name: [
+            {"ranks": numbers, "lines": list(text)}
+            for text, numbers in _variants(ranks, name).items()
+        ]
         for name in names
         if name not in equal
     }
     listed = [
-        {"rank": n, "host": r.host, "pid": r.pid, "interface": r.interface} for n, r in enumerate(ranks)
+        {"rank": n, "host": r.host, "pid": r.pid, "interface": r.interface}
+        for n, r in enumerate(ranks)
     ]
     content = {
         "ranks": listed,

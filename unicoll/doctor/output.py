@@ -60,4 +60,6 @@ def dumped(content: Mapping[str, Any], hints: Iterable[Any], exit_status: int) -
     """One JSON object: layout, version, content, hints, exit status."""
     listed = [asdict(hint) if isinstance(hint, Hint) else hint for hint in hints]
     head = {"layout": LAYOUT, "unicoll": unicoll.__version__}
-    return json.dumps({**head, **content, "hints": listed, "exit_status": exit_status}, indent=1, default=str)
+    return json.dumps(
+        {**head, **content, "hints": listed, "exit_status": exit_status}, indent=1, default=str
+    )

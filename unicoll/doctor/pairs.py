@@ -1,8 +1,9 @@
-"""Data exchange between all pairs of ranks: checks every byte and finds pairs slower than others of their kind.
+"""Data exchange between all pairs of ranks: checks every byte and finds pairs slower than others of
+their kind.
 
-The pairs are measured in rounds of disjoint pairs (a round-robin schedule). Slow pairs are measured again while all
-other ranks are idle, and the better result counts, so that a pair that is slow only because of other traffic is not
-reported.
+The pairs are measured in rounds of disjoint pairs (a round-robin schedule). Slow pairs are measured
+again while all other ranks are idle, and the better result counts, so that a pair that is slow only
+because of other traffic is not reported.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ FACTOR = 3.0
 """A pair is slow if it takes this many times the median of its kind."""
 _SMALL = 8
 _TURNS_S, _MIN_TRIPS, _MAX_TRIPS = 0.2, 4, 200
-"""Time budget, minimum and maximum of round trips per message size; the lower rank decides when to stop."""
+"""Time budget, minimum and maximum of round trips per message size; the lower rank decides when to
+stop."""
 _QUIET_S = 0.3
-"""Sleep of the other ranks while a pair is measured again, because some MPI libraries wait by polling."""
+"""Sleep of the other ranks while a pair is measured again, because some MPI libraries wait by
+polling."""
 _MIN_PAIRS = 3
 """Minimum number of pairs for a meaningful median."""
 _SMALL_S, _LARGE_S = 50e-6, 300e-6
@@ -81,10 +84,12 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 def measure(
     group: ProcessGroup, pairs: Iterable[tuple[int, int]], deadline: float, *, quiet: bool = False
 ) -> list[RankPair]:
-    """Exchange data within those of ``pairs`` that contain this rank; all ranks of the group pass the same pairs.
+    """Exchange data within those of ``pairs`` that contain this rank; all ranks of the group pass
+    the same pairs.
 
     With ``quiet`` the ranks outside all pairs sleep first, so that they use no processor time.
-    Errors of a message are recorded in the pair; errors of the group are raised by the barrier at the end.
+    Errors of a message are recorded in the pair; errors of the group are raised by the barrier at
+    the end.
     """
     found = []
     for low, high in pairs:
@@ -121,22 +126,31 @@ def _exchange(group: ProcessGroup, pair: RankPair, end: float) -> None:
     pair.transfer = _best(pair, own, peer, LARGE, swap)
 
 
-def _best(pair: RankPair, own: int, peer: int, nbytes: int, swap: Callable[[Bytes, Bytes], float]) -> float:
-    """The shortest one-way time, without the first round trip, which connects; all bytes are checked."""
+def _best(
+    pair: RankPair, own: int, peer: int, nbytes: int, swap: Callable[[Bytes, Bytes], float]
+) -> float:
+    """The shortest one-way time, without the first round trip, which connects; all bytes are
+    checked."""
     out, expected = _pattern(own, peer, nbytes), _pattern(peer, own, nbytes)
     into, peer_continues = np.empty(nbytes, np.uint8), np.empty(1, np.uint8)
     times: list[float] = []
     while True:
         into[:] = ~expected
-        unfinished = len(times) <= _MIN_TRIPS or (len(times) <= _MAX_TRIPS and sum(times) < _TURNS_S)
+        unfinished = len(times) <= _MIN_TRIPS or (
+            len(times) <= _MAX_TRIPS and sum(times) < _TURNS_S
+        )
         continues = np.array([unfinished], np.uint8)
-        swap(continues, peer_continues)  # both ranks have finished checking when the timing starts
+        # Both ranks have finished checking when the timing starts.
+        swap(continues, peer_continues)
         if not (continues if own < peer else peer_continues)[0]:
             return min(times[1:]) / 2
         times.append(swap(out, into))
         wrong = np.flatnonzero(into != expected)
         if wrong.size:
-            text = f"{wrong.size} of {nbytes} bytes from rank {peer} to rank {own} were wrong, first byte {wrong[0]}"
+            text = (
+                f"{wrong.size} of {nbytes} bytes from rank {peer} to rank {own} were wrong, first"
+                f" byte {wrong[0]}"
+            )
             if text not in pair.errors:
                 pair.errors.append(text)
 
@@ -166,7 +180,8 @@ def _less(a: float | None, b: float | None) -> float | None:
 
 
 def summarize(pairs: Iterable[RankPair], hosts: Sequence[str]) -> PairSummary:
-    """Compare each pair with the median of its kind (within a host, between hosts); ``hosts`` are the ranks' keys."""
+    """Compare each pair with the median of its kind (within a host, between hosts); ``hosts`` are
+    the ranks' keys."""
     kinds: dict[str, list[RankPair]] = {}
     all_pairs = list(pairs)
     for pair in all_pairs:
@@ -174,7 +189,9 @@ def summarize(pairs: Iterable[RankPair], hosts: Sequence[str]) -> PairSummary:
         kinds.setdefault(kind, []).append(pair)
     summary = PairSummary({}, [], [p for p in all_pairs if p.errors], len(all_pairs))
     for kind, members in kinds.items():
-        complete = [(p, p.latency, p.transfer) for p in members if p.latency and p.transfer and not p.errors]
+        complete = [
+            (p, p.latency, p.transfer) for p in members if p.latency and p.transfer and not p.errors
+        ]
         if not complete:
             continue
         latency, transfer = median(w[1] for w in complete), median(w[2] for w in complete)
@@ -193,7 +210,9 @@ def _find_slow(
         reasons = []
         if large >= FACTOR * transfer and large - transfer >= _LARGE_S:
             times = large / transfer
-            reasons.append(f"{rate(large)}, {times:.1f} times less than the median {kind} ({rate(transfer)})")
+            reasons.append(
+                f"{rate(large)}, {times:.1f} times less than the median {kind} ({rate(transfer)})"
+            )
         if small >= FACTOR * latency and small - latency >= _SMALL_S:
             times = small / latency
             reasons.append(

@@ -1,7 +1,8 @@
 """Runs probes, which may hang or crash, in parallel in forked child processes with a deadline.
 
-A probe is a generator of facts: dictionaries that can be written as JSON. Facts that it yields before it hangs or
-crashes are kept. The fact ``at`` names the current step, for the message about a probe that does not finish.
+A probe is a generator of facts: dictionaries that can be written as JSON. Facts that it yields
+before it hangs or crashes are kept. The fact ``at`` names the current step, for the message about a
+probe that does not finish.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _REAP_S = 0.3
 def run_probes(probes: Mapping[str, Probe], deadline: float) -> dict[str, Facts]:
     """Run the probes and return the facts of each, after at most ``deadline`` seconds.
 
-    In addition to the probe's facts a section has ``unfinished``, the deadline in seconds, if the probe did not finish,
-    and ``problem`` if it failed: the exception, or the signal that ended the child. ``lines`` is always present.
+    In addition to the probe's facts a section has ``unfinished``, the deadline in seconds, if the
+    probe did not finish, and ``problem`` if it failed: the exception, or the signal that ended the
+    child. ``lines`` is always present.
     """
     end = time.monotonic() + deadline
     sections: dict[str, Facts] = {name: {"lines": []} for name in probes}
@@ -67,10 +69,12 @@ def _fork(probe: Probe) -> tuple[int, Connection]:
 def _run_child(probe: Probe, pipe: Connection) -> NoReturn:
     """In the child: send each fact as JSON and exit without the parent's exit handlers."""
     try:
-        os.setpgid(0, 0)  # a process group: processes of the probe are killed with it
+        # A process group: processes of the probe are killed with it.
+        os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         null = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):  # libraries write there
+        # Libraries write there.
+        for standard in (0, 1, 2):
             os.dup2(null, standard)
         warnings.simplefilter("ignore")
         try:
@@ -93,7 +97,8 @@ def _reap(pid: int, pipe: Connection) -> int:
     A child in an uninterruptible call of a driver does not end by SIGKILL; it is not waited for.
     """
     pipe.close()
-    for kill in (os.killpg, os.kill):  # the process group may not exist yet
+    # The process group may not exist yet.
+    for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -111,7 +116,10 @@ def _add_end(facts: Facts, ended: bool, status: int, deadline: float) -> None:
     at = facts.pop("at", "")
     if not ended:
         facts["unfinished"] = deadline
-        facts["lines"] = [*facts["lines"], f"{at or 'this probe'} did not finish within {deadline:g} s"]
+        facts["lines"] = [
+            *facts["lines"],
+            f"{at or 'this probe'} did not finish within {deadline:g} s",
+        ]
     elif status < 0 and status != -signal.SIGKILL:
         facts["problem"] = f"{at or 'this probe'} ended the process by {signal_name(-status)}"
     if "problem" in facts:

@@ -28,7 +28,9 @@ PCI = "/sys/bus/pci/devices"
 
 _NVIDIA, _INTEL, _DISPLAY = "0x10de", "0x8086", "0x03"
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")}
-_STARTED_BY_MPI = re.compile(r"OMPI_COMM_|PMI|MPI_LOCAL|SLURM_|PALS_|HYDRA_|MV2_COMM_|PRTE_LAUNCHED")
+_STARTED_BY_MPI = re.compile(
+    r"OMPI_COMM_|PMI|MPI_LOCAL|SLURM_|PALS_|HYDRA_|MV2_COMM_|PRTE_LAUNCHED"
+)
 _START_MPI = (
     "from unicoll.group import registry\n"
     "world = registry.mpi_world(3600)\n"
@@ -40,7 +42,12 @@ def _python() -> Iterator[Facts]:
     version, path = platform.python_version(), sys.executable
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     name = platform.python_implementation()
-    yield {"version": version, "path": path, "system": system, "lines": [f"{name} {version}, {path}", system]}
+    yield {
+        "version": version,
+        "path": path,
+        "system": system,
+        "lines": [f"{name} {version}, {path}", system],
+    }
 
 
 def _numpy() -> Iterator[Facts]:
@@ -50,7 +57,8 @@ def _numpy() -> Iterator[Facts]:
 
 
 def _importable(name: str) -> Generator[Facts, None, bool]:
-    """Facts about a package before its import, and whether it is installed; also the version in its metadata."""
+    """Facts about a package before its import, and whether it is installed; also the version in its
+    metadata."""
     installed = importlib.util.find_spec(name) is not None
     yield {"installed": installed, "lines": [] if installed else ["not installed"]}
     for distribution in _DISTRIBUTIONS.get(name, (name,)):
@@ -69,22 +77,48 @@ def _torch() -> Iterator[Facts]:
     torch: Any = importlib.import_module("torch")
     version, cuda = str(torch.__version__), torch.version.cuda
     hip, xpu = getattr(torch.version, "hip", None), getattr(torch.version, "xpu", None)
-    built = f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "for XPU" if xpu else "without CUDA"
+    built = (
+        f"for CUDA {cuda}"
+        if cuda
+        else f"for ROCm {hip}"
+        if hip
+        else "for XPU"
+        if xpu
+        else "without CUDA"
+    )
     line, cuda = f"{version}, built {built}", cuda or hip
-    yield {"version": version, "cuda": cuda, "nccl": _mapped_nccl(), "lines": [line], "at": "torch.cuda"}
+    yield {
+        "version": version,
+        "cuda": cuda,
+        "nccl": _mapped_nccl(),
+        "lines": [line],
+        "at": "torch.cuda",
+    }
     if not cuda:
         return
     count = torch.cuda.device_count()
     line += f", {count} device{'' if count == 1 else 's'}"
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
-    yield {"devices": count, "nccl_version": nccl, "lines": [f"{line}, NCCL {nccl}" if nccl else line]}
+    nccl = (
+        ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.distributed.is_nccl_available()
+        else None
+    )
+    yield {
+        "devices": count,
+        "nccl_version": nccl,
+        "lines": [f"{line}, NCCL {nccl}" if nccl else line],
+    }
 
 
 def _cupy() -> Iterator[Facts]:
     if not (yield from _importable("cupy")):
         return
     cupy: Any = importlib.import_module("cupy")
-    yield {"version": str(cupy.__version__), "lines": [str(cupy.__version__)], "at": "CuPy's CUDA runtime"}
+    yield {
+        "version": str(cupy.__version__),
+        "lines": [str(cupy.__version__)],
+        "at": "CuPy's CUDA runtime",
+    }
     runtime = cupy.cuda.runtime.runtimeGetVersion()
     if getattr(cupy.cuda.runtime, "is_hip", False):
         name, built = "ROCm", f"{runtime // 10000000}.{runtime // 100000 % 100}"
@@ -99,7 +133,9 @@ def _cupy() -> Iterator[Facts]:
 def _mapped_nccl() -> list[str]:
     """Paths of the NCCL libraries (RCCL's on AMD's GPUs) that are mapped into this process."""
     lines = Path(MAPS).read_text(errors="replace").splitlines()
-    return sorted({line[line.index("/") :] for line in lines if re.search(r"/lib[nr]ccl\.so", line)})
+    return sorted(
+        {line[line.index("/") :] for line in lines if re.search(r"/lib[nr]ccl\.so", line)}
+    )
 
 
 def _gpus(device_type: str, vendor: str, driver: str) -> Iterator[Facts]:
@@ -118,8 +154,15 @@ def _gpus(device_type: str, vendor: str, driver: str) -> Iterator[Facts]:
         known = [facts.name, f"{facts.memory / 2**30:.0f} GiB"]
         known += [f"capability {capability}", facts.bus] if facts.bus else []
         lines.append(f"{device_type}:{device} {', '.join(known)}")
-        found.append({"name": facts.name, "memory": facts.memory, "capability": capability, "bus": facts.bus})
-    yield {"driver": runtime.description, "devices": found, "lines": lines, "at": "access between devices"}
+        found.append(
+            {"name": facts.name, "memory": facts.memory, "capability": capability, "bus": facts.bus}
+        )
+    yield {
+        "driver": runtime.description,
+        "devices": found,
+        "lines": lines,
+        "at": "access between devices",
+    }
     access = [[i == j or runtime.peer_access(i, j)[0] for j in range(count)] for i in range(count)]
     yield {"reaches": access, "lines": [*lines, *_peers(access)]}
 
@@ -128,7 +171,10 @@ def _peers(access: list[list[bool]]) -> list[str]:
     if len(access) < 2:
         return []
     unreachable = [
-        f"{i} and {j}" for i in range(len(access)) for j in range(i) if not (access[i][j] and access[j][i])
+        f"{i} and {j}"
+        for i in range(len(access))
+        for j in range(i)
+        if not (access[i][j] and access[j][i])
     ]
     if not unreachable:
         return ["peers: every device can access every other's memory"]
@@ -197,14 +243,20 @@ def _mpi() -> Iterator[Facts]:
         return
     yield {"at": "MPI_Init"}
     clean = {k: v for k, v in os.environ.items() if not _STARTED_BY_MPI.match(k)}
-    clean["OMPI_MCA_btl"] = "self"  # without mpirun, Open MPI does not remove its shared memory
-    # This process's path: packages may be on it only, as with python -m in a checkout; -c adds the working directory.
+    # Without mpirun, Open MPI does not remove its shared memory.
+    clean["OMPI_MCA_btl"] = "self"
+    # This process's path: packages may be on it only, as with python -m in a checkout; -c adds the
+    # working directory.
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{_START_MPI}"]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
     result = [line for line in done.stdout.splitlines() if line.startswith("unicoll:\t")]
     if not result:
         errors = done.stderr.strip().splitlines()
-        yield {"problem": f"MPI_Init failed: {errors[-1] if errors else f'exit status {done.returncode}'}"}
+        yield {
+            "problem": (
+                f"MPI_Init failed: {errors[-1] if errors else f'exit status {done.returncode}'}"
+            )
+        }
         return
     _, version, cuda = result[-1].split("\t")
     output = version if program is None else f"{version}; mpirun is {program}"

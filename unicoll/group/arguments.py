@@ -1,4 +1,5 @@
-"""Conversion and checks of users' arguments: lists of arrays, pairs, ranks, split sizes; and the call site."""
+"""Conversion and checks of users' arguments: lists of arrays, pairs, ranks, split sizes; and the
+call site."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from unicoll.errors import DistArgumentError, DistTypeError
 
 
 def as_integer(what: str, value: Any) -> int:
-    """An integer of any type as an int; ``what`` is operation and argument, for the DistTypeError for others."""
+    """An integer of any type as an int; ``what`` is operation and argument, for the DistTypeError
+    for others."""
     try:
         return operator.index(value)
     except TypeError:
@@ -23,9 +25,11 @@ def as_integer(what: str, value: Any) -> int:
 
 def buffers_of(what: str, arrays: Sequence[Any]) -> tuple[Buffer, ...]:
     """A list of arrays as buffers; ``what`` is operation and argument, for errors."""
-    if not isinstance(arrays, (list, tuple)):  # a union would be made in every call
+    # A union would be made in every call.
+    if not isinstance(arrays, (list, tuple)):
         raise DistTypeError(
-            f"{what}: expected a list of arrays, got {type(arrays).__name__}", op=what.partition(":")[0]
+            f"{what}: expected a list of arrays, got {type(arrays).__name__}",
+            op=what.partition(":")[0],
         )
     return as_buffers(arrays, what)
 
@@ -37,7 +41,8 @@ def same_length(name: str, first: Sequence[Any], second: Sequence[Any]) -> None:
 
 
 def check_ranks(what: str, ranks: Iterable[int], size: int) -> list[int]:
-    """A list of ranks; refused if it is empty, has duplicates, or one that is not in a group of ``size``."""
+    """A list of ranks; refused if it is empty, has duplicates, or one that is not in a group of
+    ``size``."""
     if not isinstance(ranks, Iterable):
         raise DistTypeError(f"{what}: ranks: expected a list of ranks, got {ranks!r}")
     found = [as_integer(f"{what}: a rank", rank) for rank in ranks]
@@ -54,9 +59,13 @@ def check_ranks(what: str, ranks: Iterable[int], size: int) -> list[int]:
 def pairs_of(
     name: str, outputs: Sequence[Any], inputs: Sequence[Any]
 ) -> list[tuple[tuple[Buffer, ...], tuple[Buffer, ...]]]:
-    """The inputs and outputs of each call of a batch, from lists of outputs and inputs of equal length."""
+    """The inputs and outputs of each call of a batch, from lists of outputs and inputs of equal
+    length."""
     same_length(f"{name}: outputs", outputs, inputs)
-    results, sources = buffers_of(f"{name}: outputs", outputs), buffers_of(f"{name}: inputs", inputs)
+    results, sources = (
+        buffers_of(f"{name}: outputs", outputs),
+        buffers_of(f"{name}: inputs", inputs),
+    )
     return [((i,), (o,)) for o, i in zip(results, sources, strict=True)]
 
 

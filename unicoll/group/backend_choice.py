@@ -39,19 +39,23 @@ class BackendChoice:
     staged: bool = False
 
 
-def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str = "") -> list[BackendChoice]:
+def choose(
+    backend: str | None, started_by_mpi: bool = False, against_mpi: str = ""
+) -> list[BackendChoice]:
     """The backends of a group, one for each device type that is served.
 
     Args:
-        backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available and ranks are on
-            several hosts, else to gloo; CUDA arrays to NCCL and XPU arrays to XCCL where it is available), a name, or
-            ``"cpu:gloo,cuda:nccl"``. With ``"nccl"``, and ``"xccl"`` on XPUs, the default backend of CPU arrays is
-            added, for objects and barriers.
+        backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available
+            and ranks are on several hosts, else to gloo; CUDA arrays to NCCL and XPU arrays to XCCL
+            where it is available), a name, or ``"cpu:gloo,cuda:nccl"``. With ``"nccl"``, and
+            ``"xccl"`` on XPUs, the default backend of CPU arrays is added, for objects and
+            barriers.
         started_by_mpi: True if an MPI launcher started the process.
         against_mpi: the reason why MPI, though available, does not serve the arrays; "" if it does.
 
     Raises:
-        BackendUnavailableError: the backend cannot be used; the message has each candidate's reason.
+        BackendUnavailableError: the backend cannot be used; the message has each candidate's
+            reason.
         DistArgumentError: not a backend specification.
         DistTypeError: no text.
     """
@@ -63,7 +67,8 @@ def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str =
     if ":" not in spec:
         cls = _usable([spec])[1]
         choices = [
-            BackendChoice(d, spec, cls, f"backend={backend!r}", True) for d in sorted(devices_of(spec, cls))
+            BackendChoice(d, spec, cls, f"backend={backend!r}", True)
+            for d in sorted(devices_of(spec, cls))
         ]
         if spec in DEFAULTS.values() and all(choice.device != "cpu" for choice in choices):
             host = _choose_by_device(started_by_mpi, against_mpi)[0]
@@ -123,7 +128,9 @@ def _choose_by_device(started_by_mpi: bool, against_mpi: str) -> list[BackendCho
     choices = [BackendChoice("cpu", name, cls, why)]
     for device, name in DEFAULTS.items():
         if device != "cuda" and runtimes.reason_against(device) is not None:
-            continue  # NCCL's backend itself looks for the library first, and initialises CUDA only if there is one
+            # NCCL's backend itself looks for the library first, and initialises CUDA only if there
+            # is one.
+            continue
         cls = load(name)
         if device in devices_of(name, cls) and reason_against(name) is None:
             choices.append(BackendChoice(device, name, cls, f"the default for {device} arrays"))
@@ -131,8 +138,8 @@ def _choose_by_device(started_by_mpi: bool, against_mpi: str) -> list[BackendCho
 
 
 def default_backend_for_device(device: Any) -> str:
-    """Name of the backend that serves a device type by default: ``"gloo"`` for cpu, ``"nccl"`` for cuda,
-    ``"xccl"`` for xpu.
+    """Name of the backend that serves a device type by default: ``"gloo"`` for cpu, ``"nccl"`` for
+    cuda, ``"xccl"`` for xpu.
 
     Args:
         device: ``"cpu"``, ``"cuda:1"``, or a device object of torch or unicoll.
@@ -146,5 +153,7 @@ def default_backend_for_device(device: Any) -> str:
         for served in types:
             names.setdefault(served, name)
     if kind not in names:
-        raise DistArgumentError(f"no backend serves {kind!r} arrays; served are {', '.join(sorted(names))}")
+        raise DistArgumentError(
+            f"no backend serves {kind!r} arrays; served are {', '.join(sorted(names))}"
+        )
     return names[kind]

@@ -41,11 +41,13 @@ class GroupBackends:
         grown: True if the group is the result of a grow.
 
     Attributes:
-        closed: why every later call is refused, once the group is being destroyed, and in a forked child; else "".
+        closed: why every later call is refused, once the group is being destroyed, and in a forked
+            child; else "".
         children: number of groups split or grown from this one so far; numbers their names.
         shrinks: number of groups shrunk from this one so far, by their members.
         wrapper: another library's group over this one, closed with it; None if there is none.
-        host: the backend of CPU arrays, barriers and objects; the first backend where none serves CPU arrays.
+        host: the backend of CPU arrays, barriers and objects; the first backend where none serves
+            CPU arrays.
         object_seals: the MACs of objects.
     """
 
@@ -86,10 +88,13 @@ class GroupBackends:
                 context.rank, context.name, context.job.key, needs_seals(context, self.host)
             )
         except BaseException:
-            self.close()  # the backends that have been created
+            # The backends that have been created.
+            self.close()
             raise
 
-    def _create(self, parent: GroupBackends | None, excluded: Sequence[int], grown: bool) -> Backend:
+    def _create(
+        self, parent: GroupBackends | None, excluded: Sequence[int], grown: bool
+    ) -> Backend:
         """Create the backends; returns :attr:`host`."""
         for choice in self.choices:
             if choice.cls not in self._by_class:
@@ -102,44 +107,53 @@ class GroupBackends:
         delegate = self._delegate_of(host)
         if delegate is not None:
             delegate.prepare(self._context.job)
-            self._by_class[delegate] = made = delegate.create(replace(self._context, backend=delegate.name))
+            self._by_class[delegate] = made = delegate.create(
+                replace(self._context, backend=delegate.name)
+            )
             host.set_delegate(made)
         return host
 
     def debug_level_changed(self) -> None:
-        """Have later calls logged at debug level DETAIL; they are compared if the group was made at that level."""
+        """Have later calls logged at debug level DETAIL; they are compared if the group was made at
+        that level."""
         if self._call_checks is None and get_debug_level() is DebugLevel.DETAIL:
             from unicoll.group.debug_comparison import CallChecks
 
             self._call_checks = CallChecks(self._context, self.fail, self._compare_calls)
 
     def _delegate_of(self, backend: Backend) -> type[Backend] | None:
-        """The class of the backend that a backend has in addition; None if it has none, or there is one already."""
+        """The class of the backend that a backend has in addition; None if it has none, or there is
+        one already."""
         job, ranks = self._context.job, self._context.ranks
         if not backend.delegate or len(ranks) == 1 or job.control is None or not job.control.peers:
             return None
-        if len({job.control.peers[rank].host for rank in ranks}) > 1 or reason_against(backend.delegate):
+        if len({job.control.peers[rank].host for rank in ranks}) > 1 or reason_against(
+            backend.delegate
+        ):
             return None
         found = load(backend.delegate)
         return found if found not in self._by_class else None
 
     def check_compression(self, where: str, compression: str | None) -> None:
-        """Raise DistArgumentError if the group cannot have a compression; ``where``: argument or function."""
+        """Raise DistArgumentError if the group cannot have a compression; ``where``: argument or
+        function."""
         if compression in (None, "", "none"):
             return
         if not any(choice.cls.caps.compresses for choice in self.choices):
             names = ", ".join(sorted({choice.cls.name for choice in self.choices}))
             raise DistArgumentError(
-                f"{where}: compression={compression!r}: backend {names} does not support compression;"
-                " backend gloo does"
+                f"{where}: compression={compression!r}: backend {names} does not support"
+                " compression; backend gloo does"
             )
         if wants_order(self._context.options):
             raise DistArgumentError(
-                f"{where}: compression={compression!r}: the reductions of this group are deterministic, and the result"
-                " of a compressed one depends on the transport"
+                f"{where}: compression={compression!r}: the reductions of this group are"
+                " deterministic, and the result of a compressed one depends on the transport"
             )
         if wants_exact_sums(self._context.options):
-            raise DistArgumentError(f"{where}: compression={compression!r}: the sums of this group are exact")
+            raise DistArgumentError(
+                f"{where}: compression={compression!r}: the sums of this group are exact"
+            )
 
     @property
     def all(self) -> tuple[Backend, ...]:
@@ -147,7 +161,8 @@ class GroupBackends:
         return tuple(self._by_class.values())
 
     def for_device(self, device: str) -> Backend | None:
-        """The backend that serves arrays of a device type, staged through host memory if need be; None if none does."""
+        """The backend that serves arrays of a device type, staged through host memory if need be;
+        None if none does."""
         return self._by_device.get(device) or self._stage(device)
 
     def unstaged(self, device: str) -> Backend:
@@ -156,7 +171,8 @@ class GroupBackends:
 
     @property
     def on_device(self) -> Backend:
-        """The backend of arrays on a device, without staging; :attr:`host` if the group has none."""
+        """The backend of arrays on a device, without staging; :attr:`host` if the group has
+        none."""
         return next((self._by_device[d] for d in DEFAULTS if d in self._by_device), self.host)
 
     def route(self, call: Call) -> Backend:
@@ -164,7 +180,8 @@ class GroupBackends:
 
         Raises:
             GroupAbortedError: the group has been destroyed.
-            BackendUnavailableError: no backend serves the device, or the backend lacks the operation.
+            BackendUnavailableError: no backend serves the device, or the backend lacks the
+                operation.
             DistTypeError: the backend lacks the reduction for the element type.
         """
         name = call.op.name
@@ -179,7 +196,8 @@ class GroupBackends:
             backend = self.for_device(device)
         if backend is None:
             raise BackendUnavailableError(
-                f"{name}: no backend of group {self._context.name!r} ({self.config}) serves {device} arrays",
+                f"{name}: no backend of group {self._context.name!r} ({self.config}) serves"
+                f" {device} arrays",
                 op=name,
             )
         if not _serves(backend, name) and buffers:
@@ -194,21 +212,24 @@ class GroupBackends:
                 through_host = self._through_host(buffers[0].device.type)
             if through_host is None or not through_host.caps.reduces(buffers[0].dtype, call.reduce):
                 raise DistTypeError(
-                    f"{name}: backend {backend.name} does not reduce {buffers[0].dtype} by {call.reduce.name}",
+                    f"{name}: backend {backend.name} does not reduce {buffers[0].dtype} by"
+                    f" {call.reduce.name}",
                     op=name,
                 )
             backend = through_host
         return backend if self._call_checks is None else self._call_checks.wrap(backend)
 
     def _stage(self, device: str) -> Backend | None:
-        """Staging of device arrays for all operations; None if the host's backend does not support it."""
+        """Staging of device arrays for all operations; None if the host's backend does not support
+        it."""
         staged = self._through_host(device)
         if staged is not None:
             self._by_device[device] = staged
         return staged
 
     def _through_host(self, device: str) -> Backend | None:
-        """The host's backend with device arrays staged through host memory; None if it does not support that."""
+        """The host's backend with device arrays staged through host memory; None if it does not
+        support that."""
         host = next((self._by_class[c.cls] for c in self.choices if c.staged), self.host)
         if device not in STAGED or not host.stages:
             return None
@@ -221,7 +242,7 @@ class GroupBackends:
             self._staged[device] = Staged(host, device, context.rank, context.ranks, context.name)
         return self._staged[device]
 
-    # --- descriptions -------------------------------------------------------------------------------------------
+    # --- descriptions -----------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -243,7 +264,7 @@ class GroupBackends:
         """Bytes of memory that this rank holds for transfers, by device type."""
         return {device: backend.staging for device, backend in self._by_device.items()}
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     def split_without_this_rank(self, choices: Sequence[BackendChoice]) -> None:
         """Take part in a split whose group this rank is not a member of."""
@@ -253,12 +274,14 @@ class GroupBackends:
 
     def fail(self, error: DistError) -> None:
         """End the group with an error, on all members."""
-        mark_delivered(error)  # it comes from the program, or is raised to it
+        # It comes from the program, or is raised to it.
+        mark_delivered(error)
         self.abort(announce(self._context, error))
         self.failure_delivered()
 
     def failure_delivered(self) -> None:
-        """The error has been raised to the program, or is not wanted: :meth:`close` does not raise it."""
+        """The error has been raised to the program, or is not wanted: :meth:`close` does not raise
+        it."""
         self._failure_delivered = True
         for error in self._failures():
             mark_delivered(error)
@@ -268,22 +291,30 @@ class GroupBackends:
         return [error for backend in self.all if (error := backend.failure) is not None]
 
     def interrupted(self, cause: BaseException, operation: str) -> None:
-        """End the group on all members if ``cause``, which ends a call of it, leaves its state unknown.
+        """End the group on all members if ``cause``, which ends a call of it, leaves its state
+        unknown.
 
         The other ranks may be in the call, and would else take this rank's next one for it.
         """
         mark_delivered(cause)
         # A refused call on a failed group does not say that the group has failed.
-        if isinstance(cause, DistError) and not isinstance(cause, DistArgumentError) and self._failures():
-            self.failure_delivered()  # each backend has an error of its own
+        if (
+            isinstance(cause, DistError)
+            and not isinstance(cause, DistArgumentError)
+            and self._failures()
+        ):
+            # Each backend has an error of its own.
+            self.failure_delivered()
         if not leaves_doubt(cause) or self.closed:
             return
         error = member_failed_error(self._context, f"calling {operation} on", cause)
         try:
             error = announce(self._context, error)
-        finally:  # a second interrupt may end the wait for the first error of the group
+        finally:
+            # A second interrupt may end the wait for the first error of the group.
             self.abort(error)
-            self.failure_delivered()  # the program gets the cause
+            # The program gets the cause.
+            self.failure_delivered()
 
     def abort(self, error: Exception) -> None:
         """End the group with an error, on this rank."""
@@ -294,7 +325,8 @@ class GroupBackends:
 
     def close(self) -> None:
         """Finish pending operations, within bounds, and release everything."""
-        with ExitStack() as closing:  # a failure does not keep the others from being closed
+        # A failure does not keep the others from being closed.
+        with ExitStack() as closing:
             for staged in self._staged.values():
                 closing.callback(staged.close)
             for backend in reversed(self._by_class.values()):
@@ -323,9 +355,14 @@ def _serves(backend: Backend, name: str) -> bool:
 
 
 def _create(
-    cls: type[Backend], context: Context, parent: Backend | None, excluded: Sequence[int], grown: bool
+    cls: type[Backend],
+    context: Context,
+    parent: Backend | None,
+    excluded: Sequence[int],
+    grown: bool,
 ) -> Backend:
-    """The backend of a new group, derived from the parent's backend of the same class if there is one."""
+    """The backend of a new group, derived from the parent's backend of the same class if there is
+    one."""
     # not at import: it keeps `import unicoll` short
     from unicoll.backend.host import with_fallbacks
 

@@ -1,4 +1,5 @@
-"""Counters of calls, bytes and seconds by operation and group, and their file in Prometheus's text format.
+"""Counters of calls, bytes and seconds by operation and group, and their file in Prometheus's text
+format.
 
 :mod:`unicoll.api.metrics` has the functions of the user.
 """
@@ -29,7 +30,8 @@ class Counters:
         errors: calls that ended with an error.
         bytes: bytes of the inputs, or of the outputs where this rank had no inputs.
         seconds: from start to end of each call. Calls may overlap.
-        waiting: seconds for which threads of the program were blocked, in calls and in waits for them.
+        waiting: seconds for which threads of the program were blocked, in calls and in waits for
+            them.
     """
 
     calls: int = 0
@@ -44,7 +46,10 @@ _HELP = {
     "errors": ("unicoll_errors_total", "Calls that have ended with an error."),
     "bytes": ("unicoll_bytes_total", "Bytes of the arrays passed in."),
     "seconds": ("unicoll_seconds_total", "Seconds from start to end of the calls."),
-    "waiting": ("unicoll_waiting_seconds_total", "Seconds for which threads were blocked in calls."),
+    "waiting": (
+        "unicoll_waiting_seconds_total",
+        "Seconds for which threads were blocked in calls.",
+    ),
 }
 
 
@@ -57,7 +62,8 @@ class CallCounters:
         self._hook: Hook | None = None
 
     def enable(self, job: Job) -> None:
-        """Count the calls of a job that start from now on; no effect if they are counted already."""
+        """Count the calls of a job that start from now on; no effect if they are counted
+        already."""
         if self._hook not in job.hooks:
             self._hook = add_to_job(job, Hook(after=self._ended, waited=self._waited))
 
@@ -102,13 +108,16 @@ counters_of_process = CallCounters()
 
 
 def write_file(path: Path, rank: str) -> None:
-    """Write the counters to a file in Prometheus's text format, replacing it at once; OSError if that fails."""
+    """Write the counters to a file in Prometheus's text format, replacing it at once; OSError if
+    that fails."""
     lines = []
     totals = sorted(counters_of_process.snapshot().items())
     for field, (name, text) in _HELP.items():
         lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
         for (op, group), counters in totals:
-            labels = f'op="{_escaped(op)}",group="{_escaped(group)}"' + (f',rank="{rank}"' if rank else "")
+            labels = f'op="{_escaped(op)}",group="{_escaped(group)}"' + (
+                f',rank="{rank}"' if rank else ""
+            )
             lines.append(f"{name}{{{labels}}} {getattr(counters, field)!r}")
     write_whole(str(path), ("\n".join(lines) + "\n").encode(), 0o644)
 
@@ -138,7 +147,8 @@ class _File:
             write_file(self._path, self._rank)
             self._failed = False
         except OSError as e:
-            if not self._failed:  # said once, not every few seconds
+            # Said once, not every few seconds.
+            if not self._failed:
                 log.warning("UNICOLL_METRICS_FILE: %s cannot be written: %s", self._path, e)
             self._failed = True
 

@@ -1,7 +1,8 @@
 """Hooks: functions of the user that are called before and after each call of a group.
 
-A group with hooks hands its calls to a :class:`HookedBackend`, which wraps the group's backend; a group without hooks
-does not, so that hooks cost nothing where there are none. torchcomms has hooks of the same kind.
+A group with hooks hands its calls to a :class:`HookedBackend`, which wraps the group's backend; a
+group without hooks does not, so that hooks cost nothing where there are none. torchcomms has hooks
+of the same kind.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class HookedCall:
         group, ranks: name of the group, and the global ranks of its members.
         rank: the global rank of this process.
         op: name of the operation.
-        inputs, outputs: the user's arrays; empty in ``after`` and ``waited``, so that no array is kept alive.
+        inputs, outputs: the user's arrays; empty in ``after`` and ``waited``, so that no array is
+            kept alive.
         nbytes: bytes of the inputs, or of the outputs where this rank has no inputs.
         root: rank in the group, or -1.
         peer, tag: of a message; else -1 and 0.
@@ -80,7 +82,8 @@ HookFunction = Callable[[HookedCall], None]
 
 @dataclass(eq=False)
 class Hook:
-    """Functions that are called for each call of one group or of all groups; :meth:`remove` ends that.
+    """Functions that are called for each call of one group or of all groups; :meth:`remove` ends
+    that.
 
     :func:`unicoll.add_hook` describes them.
 
@@ -107,7 +110,8 @@ class Hook:
 
 
 def add_to_job(job: Job, hook: Hook) -> Hook:
-    """Have a hook called for the calls of all groups of a job, also of later ones, until it is removed; returns it."""
+    """Have a hook called for the calls of all groups of a job, also of later ones, until it is
+    removed; returns it."""
 
     def remove(hook: Hook) -> None:
         job.hooks = tuple(each for each in job.hooks if each is not hook)
@@ -161,7 +165,10 @@ class HookedBackend(Backend):
         completions, begun = self._post(self._inner.post_each, calls, stream)
         for completion, (_, entry) in zip(completions, begun, strict=True):
             completion.track((entry,))
-        return [self._measured(each, record) for each, (record, _) in zip(completions, begun, strict=True)]
+        return [
+            self._measured(each, record)
+            for each, (record, _) in zip(completions, begun, strict=True)
+        ]
 
     def _post(
         self, post: Callable[[Sequence[Call], Any], T], calls: Sequence[Call], stream: Any
@@ -173,7 +180,8 @@ class HookedBackend(Backend):
                 begun.append(self._begin(call, False))
             return post(calls, stream), begun
         except BaseException as e:
-            for call, (record, _) in zip(calls, begun, strict=False):  # a hook may have refused one
+            # A hook may have refused one.
+            for call, (record, _) in zip(calls, begun, strict=False):
                 self._end(record, call.seq, e)
             raise
         finally:
@@ -209,7 +217,8 @@ class HookedBackend(Backend):
                 earlier = self._hooks[:place]
                 self._call([each.returned for each in earlier if each.returned is not None], record)
                 self._end(record, 0, e, [each.after for each in earlier if each.after is not None])
-                if isinstance(e, Exception):  # the hook refuses the call
+                # The hook refuses the call.
+                if isinstance(e, Exception):
                     mark_unchanged(e)
                 raise
         record.inputs, record.outputs = [], []
@@ -228,10 +237,14 @@ class HookedBackend(Backend):
     ) -> None:
         record.ended = monotonic()
         record.seq = seq
-        record.error = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error or ""
+        record.error = (
+            f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error or ""
+        )
         self._call(self._after if after is None else after, record)
 
-    def _call(self, functions: Iterable[Callable[..., None]], record: HookedCall, *args: object) -> None:
+    def _call(
+        self, functions: Iterable[Callable[..., None]], record: HookedCall, *args: object
+    ) -> None:
         for function in functions:
             try:
                 with entered(NotBlocked()):

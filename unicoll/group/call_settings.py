@@ -22,7 +22,8 @@ _ROUNDS = ("SUM", "AVG", "PRODUCT", "PREMUL_SUM")
 
 @dataclass(frozen=True, slots=True)
 class CallSettings:
-    """Settings of the calls made through a group or through a view of it (:meth:`ProcessGroup.using`).
+    """Settings of the calls made through a group or through a view of it
+    (:meth:`ProcessGroup.using`).
 
     Attributes:
         timeout: default timeout, seconds.
@@ -50,13 +51,17 @@ class CallSettings:
 
     def __post_init__(self) -> None:
         options = self.options
-        compressed = bool(self.compression) or (options is not None and options.compression is not None)
+        compressed = bool(self.compression) or (
+            options is not None and options.compression is not None
+        )
         passed = options.for_backend() if options is not None else None
         asked = options.exact if options is not None else None
         object.__setattr__(self, "compressed", compressed)
         object.__setattr__(self, "exact", self.exact_sums if asked is None else asked)
         object.__setattr__(self, "passed", passed)
-        object.__setattr__(self, "special", self.timed or options is not None or compressed or self.exact)
+        object.__setattr__(
+            self, "special", self.timed or options is not None or compressed or self.exact
+        )
 
     def seconds(self, timeout: Timeout) -> float:
         """The timeout of one call in seconds; None gives the default.
@@ -70,10 +75,12 @@ class CallSettings:
     def apply(self, call: Call, backends: GroupBackends) -> None:
         """Set options, timing, compression and exact reduction of a new call.
 
-        The compression and the exact sums of a group apply to the calls that can have them; the others do not change.
+        The compression and the exact sums of a group apply to the calls that can have them; the
+        others do not change.
 
         Raises:
-            DistArgumentError: the call has a compression or exact sum of its own, and cannot have it.
+            DistArgumentError: the call has a compression or exact sum of its own, and cannot have
+                it.
         """
         call.options = self.passed
         call.timed = self.timed
@@ -93,12 +100,13 @@ class CallSettings:
         )
         if suits:
             backend = backends.for_device(call.inputs[0].device.type)
-            if backend is None or backend.caps.compresses:  # None is refused later
+            # None is refused later.
+            if backend is None or backend.caps.compresses:
                 call.compression = compression
             elif asked is not None:
                 raise DistArgumentError(
-                    f"{call.describe()}: compression={asked!r}: backend {backend.name} does not support"
-                    " compression",
+                    f"{call.describe()}: compression={asked!r}: backend {backend.name} does not"
+                    " support compression",
                     op=call.op.name,
                 )
         elif asked is not None:
@@ -115,15 +123,20 @@ class CallSettings:
         if exact is not None and is_defined(call.op, dtype, exact):
             call.reduce = exact
         elif (
-            self.options is not None and self.options.exact and dtype.kind in "fc" and reduce.name in _ROUNDS
+            self.options is not None
+            and self.options.exact
+            and dtype.kind in "fc"
+            and reduce.name in _ROUNDS
         ):
             raise DistArgumentError(
-                f"{call.describe()}: exact=True needs an all_reduce, reduce or reduce_scatter by SUM or AVG, and no"
-                " float8",
+                f"{call.describe()}: exact=True needs an all_reduce, reduce or reduce_scatter by"
+                " SUM or AVG, and no float8",
                 op=call.op.name,
             )
 
-    def changed(self, timeout: Timeout, timed: bool | None, options: CallOptions | None) -> CallSettings:
+    def changed(
+        self, timeout: Timeout, timed: bool | None, options: CallOptions | None
+    ) -> CallSettings:
         """These settings with other options; None for timeout or timing keeps the present value."""
         return replace(
             self,

@@ -42,7 +42,8 @@ def broadcast(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """``tensor`` of member ``src`` to all, in place; same shape and dtype everywhere (MPI_Bcast)."""
+    """``tensor`` of member ``src`` to all, in place; same shape and dtype everywhere
+    (MPI_Bcast)."""
     try:
         buffers = (as_buffer(tensor, "broadcast: tensor"),)
         outputs: Buffers = () if src == self._context.rank else buffers
@@ -62,10 +63,13 @@ def all_reduce(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """Reduce element by element over all members, in place, the same bits on every rank (MPI_Allreduce)."""
+    """Reduce element by element over all members, in place, the same bits on every rank
+    (MPI_Allreduce)."""
     try:
         buffers = (as_buffer(tensor, "all_reduce: tensor"),)
-        return self._dispatcher.start(self._settings, _ALL_REDUCE, buffers, buffers, async_op, timeout, op)
+        return self._dispatcher.start(
+            self._settings, _ALL_REDUCE, buffers, buffers, async_op, timeout, op
+        )
     except BaseException as e:
         self.interrupted(e)
         raise
@@ -80,7 +84,8 @@ def reduce(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """Reduce over all members to ``dst``, in place there; elsewhere ``tensor`` is left as it is (MPI_Reduce)."""
+    """Reduce over all members to ``dst``, in place there; elsewhere ``tensor`` is left as it is
+    (MPI_Reduce)."""
     try:
         buffers = (as_buffer(tensor, "reduce: tensor"),)
         outputs: Buffers = buffers if dst == self._context.rank else ()
@@ -100,11 +105,14 @@ def all_gather(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """``tensor_list[i]`` becomes member i's ``tensor``, on all; sizes may differ by member (MPI_Allgatherv)."""
+    """``tensor_list[i]`` becomes member i's ``tensor``, on all; sizes may differ by member
+    (MPI_Allgatherv)."""
     try:
         inputs = (as_buffer(tensor, "all_gather: tensor"),)
         outputs = buffers_of("all_gather: tensor_list", tensor_list)
-        return self._dispatcher.start(self._settings, _ALL_GATHER, inputs, outputs, async_op, timeout)
+        return self._dispatcher.start(
+            self._settings, _ALL_GATHER, inputs, outputs, async_op, timeout
+        )
     except BaseException as e:
         self.interrupted(e)
         raise
@@ -139,7 +147,8 @@ def gather(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """``gather_list[i]`` of ``dst`` becomes member i's ``tensor``, of any size; None elsewhere (MPI_Gatherv)."""
+    """``gather_list[i]`` of ``dst`` becomes member i's ``tensor``, of any size; None elsewhere
+    (MPI_Gatherv)."""
     try:
         own = (as_buffer(tensor, "gather: tensor"),)
         return self._dispatcher.start_rooted(
@@ -159,11 +168,19 @@ def scatter(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """``tensor`` of member i becomes ``scatter_list[i]`` of ``src``, of any size; None elsewhere (MPI_Scatterv)."""
+    """``tensor`` of member i becomes ``scatter_list[i]`` of ``src``, of any size; None elsewhere
+    (MPI_Scatterv)."""
     try:
         own = (as_buffer(tensor, "scatter: tensor"),)
         return self._dispatcher.start_rooted(
-            self._settings, _SCATTER, own, "scatter: scatter_list", scatter_list, async_op, timeout, src
+            self._settings,
+            _SCATTER,
+            own,
+            "scatter: scatter_list",
+            scatter_list,
+            async_op,
+            timeout,
+            src,
         )
     except BaseException as e:
         self.interrupted(e)
@@ -179,11 +196,14 @@ def reduce_scatter(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """``output`` of member i is the reduction of all members' ``input_list[i]``, of any size (MPI_Reduce_scatter)."""
+    """``output`` of member i is the reduction of all members' ``input_list[i]``, of any size
+    (MPI_Reduce_scatter)."""
     try:
         inputs = buffers_of("reduce_scatter: input_list", input_list)
         outputs = (as_buffer(output, "reduce_scatter: output"),)
-        return self._dispatcher.start(self._settings, _REDUCE_SCATTER, inputs, outputs, async_op, timeout, op)
+        return self._dispatcher.start(
+            self._settings, _REDUCE_SCATTER, inputs, outputs, async_op, timeout, op
+        )
     except BaseException as e:
         self.interrupted(e)
         raise
@@ -198,7 +218,8 @@ def reduce_scatter_tensor(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """``output`` on member i is the i-th part of the reduction of all members' ``input`` (MPI_Reduce_scatter_block)."""
+    """``output`` on member i is the i-th part of the reduction of all members' ``input``
+    (MPI_Reduce_scatter_block)."""
     try:
         inputs = (as_buffer(input, "reduce_scatter_tensor: input"),)
         outputs = (as_buffer(output, "reduce_scatter_tensor: output"),)
@@ -218,11 +239,14 @@ def all_to_all(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """``output_list[i]`` becomes member i's ``input_list[my rank]``; all sizes may differ (MPI_Alltoallw)."""
+    """``output_list[i]`` becomes member i's ``input_list[my rank]``; all sizes may differ
+    (MPI_Alltoallw)."""
     try:
         inputs = buffers_of("all_to_all: input_list", input_list)
         outputs = buffers_of("all_to_all: output_list", output_list)
-        return self._dispatcher.start(self._settings, _ALL_TO_ALL, inputs, outputs, async_op, timeout)
+        return self._dispatcher.start(
+            self._settings, _ALL_TO_ALL, inputs, outputs, async_op, timeout
+        )
     except BaseException as e:
         self.interrupted(e)
         raise
@@ -238,7 +262,8 @@ def all_to_all_single(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """Part i of ``input`` to member i, cut along dimension 0 evenly or by the split sizes (MPI_Alltoallv)."""
+    """Part i of ``input`` to member i, cut along dimension 0 evenly or by the split sizes
+    (MPI_Alltoallv)."""
     try:
         inputs = (as_buffer(input, "all_to_all_single: input"),)
         outputs = (as_buffer(output, "all_to_all_single: output"),)
@@ -265,7 +290,9 @@ def scan(
     """Reduce over the members up to this one, in place (MPI_Scan)."""
     try:
         buffers = (as_buffer(tensor, "scan: tensor"),)
-        return self._dispatcher.start(self._settings, _SCAN, buffers, buffers, async_op, timeout, op)
+        return self._dispatcher.start(
+            self._settings, _SCAN, buffers, buffers, async_op, timeout, op
+        )
     except BaseException as e:
         self.interrupted(e)
         raise
@@ -279,16 +306,19 @@ def exscan(
     async_op: bool = False,
     timeout: Timeout = None,
 ) -> Work | None:
-    """Reduce over the members before this one, in place; the array of rank 0 is left unchanged (MPI_Exscan)."""
+    """Reduce over the members before this one, in place; the array of rank 0 is left unchanged
+    (MPI_Exscan)."""
     try:
         buffers = (as_buffer(tensor, "exscan: tensor"),)
-        return self._dispatcher.start(self._settings, _EXSCAN, buffers, buffers, async_op, timeout, op)
+        return self._dispatcher.start(
+            self._settings, _EXSCAN, buffers, buffers, async_op, timeout, op
+        )
     except BaseException as e:
         self.interrupted(e)
         raise
 
 
-# --- several arrays as one operation ------------------------------------------------------------------------------
+# --- several arrays as one operation --------------------------------------------------------------
 
 
 def all_reduce_coalesced(
@@ -303,20 +333,29 @@ def all_reduce_coalesced(
     try:
         arrays = [(b,) for b in buffers_of("all_reduce_coalesced: tensors", tensors)]
         pairs = [(array, array) for array in arrays]
-        return self._dispatcher.start_batch(self._settings, _ALL_REDUCE, pairs, async_op, timeout, op)
+        return self._dispatcher.start_batch(
+            self._settings, _ALL_REDUCE, pairs, async_op, timeout, op
+        )
     except BaseException as e:
         self.interrupted(e)
         raise
 
 
 def broadcast_coalesced(
-    self: ProcessGroup, tensors: Sequence[Any], src: int, *, async_op: bool = False, timeout: Timeout = None
+    self: ProcessGroup,
+    tensors: Sequence[Any],
+    src: int,
+    *,
+    async_op: bool = False,
+    timeout: Timeout = None,
 ) -> Work | None:
     """:meth:`broadcast` of each array, as one operation."""
     try:
         buffers = buffers_of("broadcast_coalesced: tensors", tensors)
         pairs = [((b,), () if src == self._context.rank else (b,)) for b in buffers]
-        return self._dispatcher.start_batch(self._settings, _BROADCAST, pairs, async_op, timeout, root=src)
+        return self._dispatcher.start_batch(
+            self._settings, _BROADCAST, pairs, async_op, timeout, root=src
+        )
     except BaseException as e:
         self.interrupted(e)
         raise
@@ -335,7 +374,9 @@ def all_gather_coalesced(
         same_length("all_gather_coalesced: output_lists", output_lists, inputs)
         what = "all_gather_coalesced: output_lists"
         sources = buffers_of("all_gather_coalesced: inputs", inputs)
-        pairs = [((x,), buffers_of(what, outs)) for outs, x in zip(output_lists, sources, strict=True)]
+        pairs = [
+            ((x,), buffers_of(what, outs)) for outs, x in zip(output_lists, sources, strict=True)
+        ]
         return self._dispatcher.start_batch(self._settings, _ALL_GATHER, pairs, async_op, timeout)
     except BaseException as e:
         self.interrupted(e)

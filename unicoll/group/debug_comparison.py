@@ -1,8 +1,10 @@
-"""Debug level DETAIL: logs the calls of a group, and compares the ranks' calls for a backend that does not (NCCL).
+"""Debug level DETAIL: logs the calls of a group, and compares the ranks' calls for a backend that
+does not (NCCL).
 
-A backend that does not compare the ranks' calls (NCCL, which hangs or returns wrong results if they differ) gets a
-group of the CPU backend beside it, over the same members. Before each collective the ranks compare their calls there,
-on the host; a difference raises the error that the CPU backend itself raises, and fails the group on all ranks.
+A backend that does not compare the ranks' calls (NCCL, which hangs or returns wrong results if they
+differ) gets a group of the CPU backend beside it, over the same members. Before each collective the
+ranks compare their calls there, on the host; a difference raises the error that the CPU backend
+itself raises, and fails the group on all ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class CallChecks:
         self._wrapped: dict[Backend, _ComparedBackend] = {}
 
     def wrap(self, backend: Backend) -> Backend:
-        """The wrapped backend, the same object for each call with one backend; the backend if nothing is to be done."""
+        """The wrapped backend, the same object for each call with one backend; the backend if
+        nothing is to be done."""
         compare = self._compare and self._context.size > 1 and not backend.compares
         if not compare and get_debug_level() is not DebugLevel.DETAIL:
             return backend
@@ -105,7 +108,8 @@ class _ComparedBackend(Backend):
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
         if (
             self.comparison is not None and calls[0].refused
-        ):  # the root's list: the comparison tells the other ranks
+            # The root's list: the comparison tells the other ranks.
+        ):
             return self.comparison.post(calls)
         self._begin(calls)
         return self._inner.post(calls, stream)
@@ -140,7 +144,12 @@ class _ComparedBackend(Backend):
             at = "" if call.op.message else f" #{number + i}"
             where = call.site or calls[0].site
             log.debug(
-                "%s%s on group %r, %s, at %s", call.describe(), at, self._context.name, self.name, where
+                "%s%s on group %r, %s, at %s",
+                call.describe(),
+                at,
+                self._context.name,
+                self.name,
+                where,
             )
 
 
@@ -165,8 +174,10 @@ class _Comparison:
         """Compare a call, or a batch, with those of the other ranks, which come within its timeout.
 
         Raises, on all ranks:
-            CollectiveMismatchError, OperationTimeoutError, RankLostError: as the CPU backend; the group has failed.
-            DistArgumentError: the root has refused its list of a gather or scatter; the group stays usable.
+            CollectiveMismatchError, OperationTimeoutError, RankLostError: as the CPU backend; the
+                group has failed.
+            DistArgumentError: the root has refused its list of a gather or scatter; the group stays
+                usable.
         """
         check, execute = self._check(calls)
         try:
@@ -202,12 +213,15 @@ class _Comparison:
 
 
 def agree_on_level(context: Context, connects: bool) -> None:
-    """Check that all ranks of a new group whose backend does not compare calls have DETAIL, or none.
+    """Check that all ranks of a new group whose backend does not compare calls have DETAIL, or
+    none.
 
-    All members call this. Ranks with DETAIL wait for the levels of the others, and fail the group if they differ.
+    All members call this. Ranks with DETAIL wait for the levels of the others, and fail the group
+    if they differ.
 
     Args:
-        connects: True if the backend connects the ranks when the group is made: then all of them wait.
+        connects: True if the backend connects the ranks when the group is made: then all of them
+            wait.
 
     Raises:
         DistArgumentError: the levels differ.
@@ -225,10 +239,13 @@ def agree_on_level(context: Context, connects: bool) -> None:
     detail = levels.count("DETAIL")
     if detail in (0, context.size):
         return
-    some = ", ".join(f"rank {rank}: {found}" for rank, found in zip(context.ranks, levels, strict=True))
+    some = ", ".join(
+        f"rank {rank}: {found}" for rank, found in zip(context.ranks, levels, strict=True)
+    )
     error = DistArgumentError(
-        f"group {name!r}: the debug level (UNICOLL_DEBUG, set_debug_level) is DETAIL on {detail} of {context.size}"
-        f" ranks: with DETAIL the ranks compare their calls, so all must have it ({some})",
+        f"group {name!r}: the debug level (UNICOLL_DEBUG, set_debug_level) is DETAIL on {detail} of"
+        f" {context.size} ranks: with DETAIL the ranks compare their calls, so all must have it"
+        f" ({some})",
         group=name,
     )
     raise announce(context, error)
@@ -242,14 +259,19 @@ def _await_members(store: Store, keys: list[str], context: Context) -> None:
             store.wait(keys, max(0.0, min(_POLL_S, deadline - time.monotonic())))
             return
         except StoreTimeoutError:
-            missing = [rank for rank, key in zip(context.ranks, keys, strict=True) if not store.check([key])]
+            missing = [
+                rank
+                for rank, key in zip(context.ranks, keys, strict=True)
+                if not store.check([key])
+            ]
         for rank in missing:
             if control is not None and rank in control.departed:
                 why = control.departed[rank]
                 raise RankLostError(f"while group {name!r} was made: {why}", group=name, rank=rank)
         if time.monotonic() >= deadline:
             error = OperationTimeoutError(
-                f"group {name!r} was not made by all its ranks in {timeout:g} s; missing: {missing}",
+                f"group {name!r} was not made by all its ranks in {timeout:g} s; missing:"
+                f" {missing}",
                 group=name,
             )
             error.missing = missing

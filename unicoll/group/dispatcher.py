@@ -1,7 +1,9 @@
-"""From the arguments of a method to the backend: validation, signature, choice of the backend, start.
+"""From the arguments of a method to the backend: validation, signature, choice of the backend,
+start.
 
-A call is checked against its row of the table (:mod:`unicoll.calls.ops`), goes to the backend of its arrays' device,
-and is either run to its end or posted, which gives a :class:`~unicoll.calls.work.Work`.
+A call is checked against its row of the table (:mod:`unicoll.calls.ops`), goes to the backend of
+its arrays' device, and is either run to its end or posted, which gives a
+:class:`~unicoll.calls.work.Work`.
 """
 
 from __future__ import annotations
@@ -42,13 +44,16 @@ _enter, _leave = entries.append, entries.remove
 _TAGS = range(-(1 << 63), 1 << 63)
 """Tags are signed 64-bit integers in the frames of all backends. NCCL takes only 0."""
 Message = tuple[Op, Any, int | None, int | None, Status | None]
-"""A send or receive: its row of the table, array, peer (None receives from any rank), tag (None receives with any tag),
-and for a receive a status or None; with a status the message may be shorter than the array."""
-_GATHERED, _ONE = Sizes.GATHERED, Arity.ONE  # members of an enumeration are slow to look up
+"""A send or receive: its row of the table, array, peer (None receives from any rank), tag (None
+receives with any tag), and for a receive a status or None; with a status the message may be shorter
+than the array."""
+# Members of an enumeration are slow to look up.
+_GATHERED, _ONE = Sizes.GATHERED, Arity.ONE
 
 
 class Dispatcher:
-    """Validates the calls of one group and hands them to its backends; shared by the group and its views.
+    """Validates the calls of one group and hands them to its backends; shared by the group and its
+    views.
 
     Attributes:
         validation: the results of validation, by kind of call.
@@ -77,7 +82,7 @@ class Dispatcher:
         ring = flight_recorder.ring()
         self._record = ring.append if ring.maxlen else None
 
-    # --- collectives --------------------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
 
     def start(
         self,
@@ -104,7 +109,8 @@ class Dispatcher:
             reduce,
             root,
         )
-        if inputs is outputs and inputs and inputs[0].writable:  # one array in place: the shortest key
+        # One array in place: the shortest key.
+        if inputs is outputs and inputs and inputs[0].writable:
             first = inputs[0]
             key: Any = (
                 op,
@@ -130,9 +136,11 @@ class Dispatcher:
             call.in_counts, call.out_counts = counts
         if op.separate:
             separate_one(call, self._context.rank)
-        try:  # a method has called this one
+        # A method has called this one.
+        try:
             frame = _getframe(3) if settings.by_functions else user_frame(_getframe(2))
-        except ValueError:  # no Python code has called the public function
+        except ValueError:
+            # No Python code has called the public function.
             frame = _getframe(2)
         if async_op:
             call.site = site_of(frame)
@@ -188,7 +196,8 @@ class Dispatcher:
         except Exception as e:
             if root == self._context.rank and self._context.size > 1:
                 self._refuse(settings, op, own, timeout, root, e)
-                mark_unchanged(e)  # the other ranks get it in this call
+                # The other ranks get it in this call.
+                mark_unchanged(e)
             raise
         if async_op:
             return _post(call, backend, kind)
@@ -205,7 +214,8 @@ class Dispatcher:
         reduce: Any = None,
         root: int = -1,
     ) -> Work | None:
-        """:meth:`start` of several calls of one operation as one batch; ``pairs`` are inputs and outputs of each."""
+        """:meth:`start` of several calls of one operation as one batch; ``pairs`` are inputs and
+        outputs of each."""
         if not pairs:
             raise DistArgumentError(f"{op.name}: no arrays given", op=op.name)
         if reduce is not None:
@@ -221,7 +231,8 @@ class Dispatcher:
             kinds.append(kind)
         if len(set(backends)) > 1:
             raise DistArgumentError(
-                f"{op.name}: arrays on {calls[0].inputs[0].device} and on other devices in one call",
+                f"{op.name}: arrays on {calls[0].inputs[0].device} and on other devices in one"
+                " call",
                 op=op.name,
             )
         batch = tuple(calls)
@@ -232,7 +243,9 @@ class Dispatcher:
         work.wait()
         return None
 
-    def _run(self, settings: CallSettings, call: Call, backend: Backend, run: Run, kind: CallKind) -> None:
+    def _run(
+        self, settings: CallSettings, call: Call, backend: Backend, run: Run, kind: CallKind
+    ) -> None:
         """Do a call for a function that a method of ProcessGroup has called, and record it."""
         record = self._record
         if record is None:
@@ -259,7 +272,7 @@ class Dispatcher:
         finally:
             _leave(activity)
 
-    # --- messages -----------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def run_message(self, settings: CallSettings, message: Message, timeout: Timeout) -> Call:
         """Send or receive one message; returns the call when it is done."""
@@ -272,8 +285,11 @@ class Dispatcher:
         call, backend, _, kind = self._message(settings, message, timeout)
         return _post(call, backend, kind)
 
-    def probe(self, settings: CallSettings, peer: int | None, tag: int | None, timeout: Timeout) -> Status:
-        """Wait for a message from a rank, or from any, and leave it there; returns what is known of it."""
+    def probe(
+        self, settings: CallSettings, peer: int | None, tag: int | None, timeout: Timeout
+    ) -> Status:
+        """Wait for a message from a rank, or from any, and leave it there; returns what is known of
+        it."""
         call, backend, run, kind = self._probe(settings, peer, tag, timeout)
         self._run(settings, call, backend, run, kind)
         return self._status_of(call)
@@ -287,7 +303,9 @@ class Dispatcher:
         self, settings: CallSettings, peer: int | None, tag: int | None, timeout: Timeout
     ) -> tuple[Call, Backend, Run, CallKind]:
         seconds = settings.timeout if timeout is None else settings.seconds(timeout)
-        call = Call(PROBE, (), (), seconds, None, -1, self._peer(PROBE, peer, True), _tag(PROBE, tag, True))
+        call = Call(
+            PROBE, (), (), seconds, None, -1, self._peer(PROBE, peer, True), _tag(PROBE, tag, True)
+        )
         call.partial = True
         if settings.special:
             self._apply(settings, call)
@@ -327,7 +345,8 @@ class Dispatcher:
             except BaseException as e:
                 flight_recorder.end(pending, e)
                 raise
-            for entry, completion in zip(pending, completions, strict=False):  # none if nothing is recorded
+            # None if nothing is recorded.
+            for entry, completion in zip(pending, completions, strict=False):
                 completion.track((entry,))
             works += [Work(each, (call,)) for call, each in zip(calls, completions, strict=True)]
         return works
@@ -366,11 +385,12 @@ class Dispatcher:
             peer = as_integer(f"{op.name}: peer", peer)
         if not 0 <= peer < self._context.size:
             raise DistArgumentError(
-                f"{op.name}: peer {peer} is not a rank of a group of {self._context.size}", op=op.name
+                f"{op.name}: peer {peer} is not a rank of a group of {self._context.size}",
+                op=op.name,
             )
         return peer
 
-    # --- validation ---------------------------------------------------------------------------------------------
+    # --- validation -------------------------------------------------------------------------------
 
     def _new(
         self,
@@ -391,16 +411,24 @@ class Dispatcher:
         return call
 
     def _apply(self, settings: CallSettings, call: Call, key: Any = None) -> Any:
-        """Set the options of a new call; returns the key of its kind with its compression or exact reduction."""
+        """Set the options of a new call; returns the key of its kind with its compression or exact
+        reduction."""
         settings.apply(call, self._backends)
         if settings.exact and call.reduce is not None:
             return key, call.reduce.key
         return (key, call.compression) if call.compression else key
 
     def _refuse(
-        self, settings: CallSettings, op: Op, own: Buffers, timeout: Timeout, root: int, reason: Exception
+        self,
+        settings: CallSettings,
+        op: Op,
+        own: Buffers,
+        timeout: Timeout,
+        root: int,
+        reason: Exception,
     ) -> None:
-        """This rank, the root, refuses its list of a gather or scatter: make the other ranks' calls raise.
+        """This rank, the root, refuses its list of a gather or scatter: make the other ranks' calls
+        raise.
 
         Returns at once. The call takes its place in the group's order, as on the other ranks.
         """
@@ -411,7 +439,8 @@ class Dispatcher:
             check(call, -1, context.size)
             backend = self._backends.route(call)
         except DistError:
-            return  # the call is refused on every rank for this reason
+            # The call is refused on every rank for this reason.
+            return
         call.signature = sign(call)
         call.site = call_site()
         kind = "" if isinstance(reason, DistError) else f"{type(reason).__name__}: "
@@ -422,8 +451,8 @@ class Dispatcher:
         rank = context.job.rank
         self._backends.fail(
             GroupAbortedError(
-                f"{call.describe()} on group {context.name!r}: rank {rank}, the root, refused its call"
-                f" {call.refused}",
+                f"{call.describe()} on group {context.name!r}: rank {rank}, the root, refused its"
+                f" call {call.refused}",
                 group=context.name,
                 rank=rank,
                 op=op.name,
@@ -432,7 +461,8 @@ class Dispatcher:
 
 
 def _check_matching(call: Call, backend: Backend, context: Context, in_batch: bool) -> None:
-    """Refuse what only backends with probes have; a message to oneself not in a batch that can have its receive."""
+    """Refuse what only backends with probes have; a message to oneself not in a batch that can have
+    its receive."""
     if PROBE.name in backend.caps.native:
         return
     if call.tag is None or call.partial:
@@ -440,14 +470,17 @@ def _check_matching(call: Call, backend: Backend, context: Context, in_batch: bo
     elif not backend.caps.joins_batches:
         reason = "does not support messages to oneself"
     elif not in_batch:
-        reason = "supports messages to oneself only in a batch with their receives (batch_isend_irecv)"
+        reason = (
+            "supports messages to oneself only in a batch with their receives (batch_isend_irecv)"
+        )
     else:
         return
     raise DistArgumentError(f"{call.op.name}: backend {backend.name} {reason}", op=call.op.name)
 
 
 def _check_own_messages(calls: Sequence[Call]) -> None:
-    """Refuse messages to oneself that have no receive of their size in the same batch, for a backend that needs it."""
+    """Refuse messages to oneself that have no receive of their size in the same batch, for a
+    backend that needs it."""
     sent = [call.inputs[0] for call in calls if call.inputs]
     received = [call.outputs[0] for call in calls if call.outputs]
     if [(b.dtype, b.count) for b in sent] != [(b.dtype, b.count) for b in received]:
@@ -465,7 +498,9 @@ def _tag(op: Op, tag: int | None, receives: bool) -> int | None:
     if type(tag) is not int:
         tag = as_integer(f"{op.name}: tag", tag)
     if tag not in _TAGS:
-        raise DistArgumentError(f"{op.name}: tag {tag} is not between -2**63 and 2**63 - 1", op=op.name)
+        raise DistArgumentError(
+            f"{op.name}: tag {tag} is not between -2**63 and 2**63 - 1", op=op.name
+        )
     return tag
 
 
@@ -475,7 +510,9 @@ def _post(call: Call, backend: Backend, kind: CallKind) -> Work:
     return Work(_post_recorded(backend, calls, (kind,)), calls)
 
 
-def _post_recorded(backend: Backend, calls: tuple[Call, ...], kinds: Sequence[CallKind]) -> Completion:
+def _post_recorded(
+    backend: Backend, calls: tuple[Call, ...], kinds: Sequence[CallKind]
+) -> Completion:
     """Post a batch and record it."""
     pending = flight_recorder.begin(kinds, calls)
     try:

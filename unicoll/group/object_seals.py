@@ -1,11 +1,12 @@
-"""The MACs of objects that are sent between hosts: no bytes are unpickled that an attacker on the path has made.
+"""The MACs of objects that are sent between hosts: no bytes are unpickled that an attacker on the
+path has made.
 
     sealed object = data | number (u64) | sender (i32) | receiver (i32) | MAC (16)
     MAC = keyed BLAKE2b (RFC 7693) of number | sender | receiver | data, or in their place SHA-256 of large data
 
-The key is derived from the job's key for one group. A collective has its number, which all members know; its receiver
-is -1 if all members are. A message has its number among those from this sender to this receiver, and none is accepted
-twice.
+The key is derived from the job's key for one group. A collective has its number, which all members
+know; its receiver is -1 if all members are. A message has its number among those from this sender
+to this receiver, and none is accepted twice.
 """
 
 from __future__ import annotations
@@ -61,11 +62,14 @@ class ObjectSeals:
         return next(self._calls)
 
     def seal(self, data: bytes, call: int | None, receiver: int = _ALL) -> bytes:
-        """The bytes to send for an object of this rank, in a collective or, with None, in a message."""
+        """The bytes to send for an object of this rank, in a collective or, with None, in a
+        message."""
         if not self._wanted:
             return data
         if call is None:
-            call = next(self._sent.get(receiver) or self._sent.setdefault(receiver, count(_FIRST_MESSAGE)))
+            call = next(
+                self._sent.get(receiver) or self._sent.setdefault(receiver, count(_FIRST_MESSAGE))
+            )
         fields = _FIELDS.pack(call, self._rank, receiver)
         return b"".join((data, fields, self._mac(data, fields)))
 
@@ -73,7 +77,8 @@ class ObjectSeals:
         """The data of a received body.
 
         Raises:
-            AuthenticationError: group rank ``sender`` has not sent it in this call to this receiver.
+            AuthenticationError: group rank ``sender`` has not sent it in this call to this
+                receiver.
         """
         if not self._wanted:
             return body
@@ -87,7 +92,8 @@ class ObjectSeals:
             ):
                 return data
         raise AuthenticationError(
-            "the MAC of an object is wrong: its bytes were changed, repeated or inserted on the path"
+            "the MAC of an object is wrong: its bytes were changed, repeated or inserted on the"
+            " path"
         )
 
     def _mac(self, data: Bytes, fields: bytes) -> bytes:
@@ -98,7 +104,8 @@ class ObjectSeals:
     def _is_new(self, sender: int, number: int) -> bool:
         """False if the message from this rank was received already.
 
-        Messages come in any order: those with other tags, or of other threads, may have been sent before.
+        Messages come in any order: those with other tags, or of other threads, may have been sent
+        before.
         """
         with self._lock:
             following, missing = self._next.get(sender, 0), self._missing.setdefault(sender, set())
@@ -113,7 +120,8 @@ class ObjectSeals:
 
 
 def needs_seals(context: Context, host: Backend) -> bool:
-    """True if objects may be pickled and go between hosts over connections without protection; equal on all members.
+    """True if objects may be pickled and go between hosts over connections without protection;
+    equal on all members.
 
     Args:
         host: the backend that moves the objects.

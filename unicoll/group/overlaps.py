@@ -1,11 +1,13 @@
 """Arrays of one call that share memory.
 
-A backend may write an output before it has read all inputs, or while it reads them, so what a call gave would depend on
-the backend, the transport and the size. Inputs that an output overlaps are therefore copied first, but for the forms in
-place, in which a rank's own part of the data stays where it is: :func:`_is_in_place`. Outputs that overlap each other
-have no right result, and are refused.
+A backend may write an output before it has read all inputs, or while it reads them, so what a call
+gave would depend on the backend, the transport and the size. Inputs that an output overlaps are
+therefore copied first, but for the forms in place, in which a rank's own part of the data stays
+where it is: :func:`_is_in_place`. Outputs that overlap each other have no right result, and are
+refused.
 
-Memory is compared by addresses. Inputs that are packed (:mod:`unicoll.arrays.conversion`) share none with outputs.
+Memory is compared by addresses. Inputs that are packed (:mod:`unicoll.arrays.conversion`) share
+none with outputs.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _MOST_WORK = 100_000
 
 
 def separate_one(call: Call, rank: int) -> None:
-    """:func:`separate` for one call; fast for one input and one output that are arrays, not views of others."""
+    """:func:`separate` for one call; fast for one input and one output that are arrays, not views
+    of others."""
     inputs, outputs = call.inputs, call.outputs
     if len(inputs) == 1 == len(outputs):
         one, other = inputs[0].flat, outputs[0].flat
@@ -47,7 +50,8 @@ def separate(calls: Sequence[Call], rank: int) -> None:
         rank: this rank in the group.
 
     Raises:
-        DistArgumentError: outputs overlap each other; or inputs, of a device library that cannot copy them.
+        DistArgumentError: outputs overlap each other; or inputs, of a device library that cannot
+            copy them.
     """
     outputs = [buffer for call in calls for buffer in call.outputs]
     if len(outputs) > 1 and any(buffer.unpack is not None for buffer in outputs):
@@ -74,7 +78,10 @@ def separate(calls: Sequence[Call], rank: int) -> None:
 
 
 def _overlapping(calls: Sequence[Call], i: int, j: int) -> DistArgumentError:
-    name, batch = calls[0].op.name, f", of {len(calls)} calls in one batch" if len(calls) > 1 else ""
+    name, batch = (
+        calls[0].op.name,
+        f", of {len(calls)} calls in one batch" if len(calls) > 1 else "",
+    )
     return DistArgumentError(
         f"{name}: outputs {min(i, j)} and {max(i, j)} overlap each other{batch}", op=name
     )
@@ -115,7 +122,8 @@ class _Place(NamedTuple):
 def _place(buffer: Buffer, number: int) -> _Place:
     itemsize, unpack, shape = buffer.dtype.itemsize, buffer.unpack, buffer.shape
     if not isinstance(unpack, WriteBack):
-        # The array's own memory, or a packed copy: an array whose strides are not known is compared with none.
+        # The array's own memory, or a packed copy: an array whose strides are not known is compared
+        # with none.
         start = buffer.address
         return _Place(start, start + buffer.nbytes, number, start, itemsize, shape, None, itemsize)
     address, strides = unpack.address, unpack.strides
@@ -131,7 +139,8 @@ def _place(buffer: Buffer, number: int) -> _Place:
 
 
 def _check_packed(calls: Sequence[Call], outputs: Sequence[Buffer]) -> None:
-    """Raise if outputs overlap of which some are packed: their packed copies do not, but all are written back."""
+    """Raise if outputs overlap of which some are packed: their packed copies do not, but all are
+    written back."""
     places = sorted(_place(buffer, i) for i, buffer in enumerate(outputs) if buffer.count)
     if _are_interleaved(places):
         return
@@ -158,7 +167,8 @@ def _are_interleaved(places: Sequence[_Place]) -> bool:
 def _share(place: _Place, other: _Place) -> bool:
     try:
         return np.shares_memory(np.asarray(place), np.asarray(other), _MOST_WORK)  # type: ignore[arg-type]
-    except RuntimeError:  # it would take more work; arrays that a program makes by slicing take little
+    except RuntimeError:
+        # It would take more work; arrays that a program makes by slicing take little.
         return False
 
 
@@ -167,7 +177,8 @@ def _arrays(call: Call) -> tuple[Buffer, ...]:
 
 
 def _own_their_memory(buffers: Sequence[Buffer]) -> bool:
-    """True if all are of different NumPy arrays that own their memory, which is known without addresses."""
+    """True if all are of different NumPy arrays that own their memory, which is known without
+    addresses."""
     owners = set()
     for buffer in buffers:
         flat = buffer.flat
@@ -194,7 +205,8 @@ def _overlaps(buffer: Buffer, spans: Sequence[tuple[int, int, int]]) -> bool:
 
 
 def _is_in_place(call: Call, place: int, rank: int) -> bool:
-    """True if an input needs no copy: it is, or has, this rank's own part of the data, where the result has it."""
+    """True if an input needs no copy: it is, or has, this rank's own part of the data, where the
+    result has it."""
     source, outputs, sizes = call.inputs[place], call.outputs, call.op.sizes
     if sizes is Sizes.SAME:
         return source.address == outputs[0].address

@@ -1,8 +1,8 @@
 """The process group: every operation as a method.
 
-Roots and peers of the methods are ranks *in the group*; the functions of the package take global ranks and call these
-methods. Methods of a kind are functions of a module of their own: :mod:`unicoll.group.collective_methods`,
-:mod:`~unicoll.group.memory_methods`.
+Roots and peers of the methods are ranks *in the group*; the functions of the package take global
+ranks and call these methods. Methods of a kind are functions of a module of their own:
+:mod:`unicoll.group.collective_methods`, :mod:`~unicoll.group.memory_methods`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from unicoll.backend.contract import Backend, Context, Job
 from unicoll.backend.operation_errors import announce, member_failed_error
 from unicoll.calls.error_marks import leaves_doubt
 from unicoll.calls.ops import OPS
-from unicoll.calls.options import CallOptions, as_call_options, compression_of, wants_exact_sums, wants_timing
+from unicoll.calls.options import (
+    CallOptions,
+    as_call_options,
+    compression_of,
+    wants_exact_sums,
+    wants_timing,
+)
 from unicoll.calls.status import Status
 from unicoll.calls.work import Work
 from unicoll.errors import DistArgumentError, DistTypeError, GroupAbortedError
@@ -42,24 +48,29 @@ _SEND, _RECV = OPS["send"], OPS["recv"]
 
 
 class ProcessGroup:
-    """A set of ranks that communicate; made by ``init_process_group`` and ``new_group``, never directly.
+    """A set of ranks that communicate; made by ``init_process_group`` and ``new_group``, never
+    directly.
 
-    Every collective must be called by all members, in the same order. With ``async_op=True`` a method returns a
-    :class:`~unicoll.calls.work.Work` at once; otherwise it returns when the caller's part is done. ``timeout``
-    (timedelta or seconds) bounds one call; None takes the group's default.
+    Every collective must be called by all members, in the same order. With ``async_op=True`` a
+    method returns a :class:`~unicoll.calls.work.Work` at once; otherwise it returns when the
+    caller's part is done. ``timeout`` (timedelta or seconds) bounds one call; None takes the
+    group's default.
 
     All operations raise:
-        DistArgumentError: an argument does not fit; nothing was sent and the group stays usable. The call does not
-            count and concerns this rank alone, unless the argument is the list of a :meth:`gather` or
-            :meth:`scatter`, which only the root passes: then the call counts, and all other members raise this error
-            in it with the root's message (with NCCL: GroupAbortedError).
+        DistArgumentError: an argument does not fit; nothing was sent and the group stays usable.
+            The call does not count and concerns this rank alone, unless the argument is the list of
+            a :meth:`gather` or :meth:`scatter`, which only the root passes: then the call counts,
+            and all other members raise this error in it with the root's message (with NCCL:
+            GroupAbortedError).
         CollectiveMismatchError: the ranks called different operations.
-        OperationTimeoutError: not done in time; names the ranks that arrived and those that did not.
+        OperationTimeoutError: not done in time; names the ranks that arrived and those that did
+            not.
         RankLostError: a member died or left.
         GroupAbortedError: the group was destroyed or aborted.
     After one of the last four the group is of no further use: destroy it and make another.
 
-    A group and its views (:meth:`using`) share context, backends and dispatcher; they differ in their settings.
+    A group and its views (:meth:`using`) share context, backends and dispatcher; they differ in
+    their settings.
     """
 
     BackendType = BackendType
@@ -99,7 +110,11 @@ class ProcessGroup:
         try:
             name, options = context.name, context.options
             log.info(
-                "created group %r (%s): rank %d of %d", name, backends.config, context.rank, context.size
+                "created group %r (%s): rank %d of %d",
+                name,
+                backends.config,
+                context.rank,
+                context.size,
             )
             settings = CallSettings(
                 context.timeout,
@@ -116,21 +131,24 @@ class ProcessGroup:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"group {self.group_name!r} cannot be pickled or copied: it consists of connections of this process; leave"
-            " it out of the object (__getstate__, __deepcopy__), and give it or its name to each process"
+            f"group {self.group_name!r} cannot be pickled or copied: it consists of connections of"
+            " this process; leave it out of the object (__getstate__, __deepcopy__), and give it"
+            " or its name to each process"
         )
 
     def _pybind11_conduit_v1_(self, *args: Any) -> Any:
         """Called by C++ functions of torch that are given this group in place of one of torch's."""
         raise DistTypeError(
-            f"{self!r} is not a process group of torch.distributed: unicoll.parallel.DistributedDataParallel takes it,"
-            " and unicoll.torch_plugin.torch_group(group) is torch's group over it (docs/torch.md)"
+            f"{self!r} is not a process group of torch.distributed:"
+            " unicoll.parallel.DistributedDataParallel takes it, and"
+            " unicoll.torch_plugin.torch_group(group) is torch's group over it (docs/torch.md)"
         )
 
     def __repr__(self) -> str:
         context = self._context
         group = (
-            f"<ProcessGroup {context.name!r}: rank {context.rank} of {context.size}, {self.backend_config}"
+            f"<ProcessGroup {context.name!r}: rank {context.rank} of {context.size},"
+            f" {self.backend_config}"
         )
         if self._base is None:
             return f"{group}>"
@@ -142,7 +160,7 @@ class ProcessGroup:
             changes.append(f"timing={own.timed}")
         return f"{group}, using {', '.join(changes) or 'nothing'}>"
 
-    # --- views and derived groups -------------------------------------------------------------------------------
+    # --- views and derived groups -----------------------------------------------------------------
 
     @property
     def object_seals(self) -> ObjectSeals:
@@ -151,7 +169,8 @@ class ProcessGroup:
 
     @property
     def has_tags(self) -> bool:
-        """True if messages of host memory have tags; otherwise those between two ranks match in order."""
+        """True if messages of host memory have tags; otherwise those between two ranks match in
+        order."""
         return self._backends.host.caps.tags
 
     @property
@@ -169,18 +188,22 @@ class ProcessGroup:
     ) -> ProcessGroup:
         """A view of this group whose calls have other settings.
 
-        It is the same group: its members, its order of operations, its life. Pass it as ``group=`` to any function, or
-        call its methods; keep it for many calls or make it for one. ``group.using(max_ctas=4).all_reduce(x)``
+        It is the same group: its members, its order of operations, its life. Pass it as ``group=``
+        to any function, or call its methods; keep it for many calls or make it for one.
+        ``group.using(max_ctas=4).all_reduce(x)``
 
         Args:
             options: a :class:`CallOptions`, or a dict with the same names.
-            timeout: default timeout of these calls, timedelta or seconds; None keeps the present one.
-            timing: True if ``Work.duration`` gives how long asynchronous calls took; None keeps the present setting.
-            named: single options by name, which replace those in ``options`` and those of this view; None removes
+            timeout: default timeout of these calls, timedelta or seconds; None keeps the present
                 one.
+            timing: True if ``Work.duration`` gives how long asynchronous calls took; None keeps the
+                present setting.
+            named: single options by name, which replace those in ``options`` and those of this
+                view; None removes one.
 
         Raises:
-            DistArgumentError: no such option, an impossible value, or an option that no backend of the group has.
+            DistArgumentError: no such option, an impossible value, or an option that no backend of
+                the group has.
             DistTypeError: an option of the wrong type.
         """
         changed = as_call_options(self._settings.options, options, named)
@@ -194,14 +217,18 @@ class ProcessGroup:
 
     @property
     def _function_view(self) -> ProcessGroup:
-        """A view for public functions: the call site of a call is the caller of the function, not of the method."""
+        """A view for public functions: the call site of a call is the caller of the function, not
+        of the method."""
         if self._made_function_view is None:
             settings = replace(self._settings, by_functions=True)
-            self._made_function_view = ProcessGroup(self._context, self._backends, self._dispatcher, settings)
+            self._made_function_view = ProcessGroup(
+                self._context, self._backends, self._dispatcher, settings
+            )
         return self._made_function_view
 
     def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
-        """:func:`unicoll.shrink_group` of this group: the remaining members call it and get a group of their own."""
+        """:func:`unicoll.shrink_group` of this group: the remaining members call it and get a group
+        of their own."""
         names: list[str] = []
         try:
             return resizing.shrink(self, names, ranks_to_exclude, pg_options)
@@ -234,16 +261,20 @@ class ProcessGroup:
         """Add the names of the parts that this group is cut into next to ``names``."""
         number = self._backends.children + 1
         made = [f"{self.name}/{number}.{i}" for i in range(count)]
-        # Nothing is called from here on: an exception of a signal's handler comes before both or behind both.
+        # Nothing is called from here on: an exception of a signal's handler comes before both or
+        # behind both.
         names += made
         self._backends.children = number
 
     def next_child(self) -> int:
-        """Number of the next group derived from this one, from 1; equal on all members that make the same calls."""
+        """Number of the next group derived from this one, from 1; equal on all members that make
+        the same calls."""
         self._backends.children += 1
         return self._backends.children
 
-    def fail_derived(self, names: list[str], reserve: Callable[[], object], cause: BaseException) -> None:
+    def fail_derived(
+        self, names: list[str], reserve: Callable[[], object], cause: BaseException
+    ) -> None:
         """Fail groups that members of this one make, on all of them, if an exception is no refusal.
 
         Args:
@@ -253,7 +284,8 @@ class ProcessGroup:
         """
         if leaves_doubt(cause):
             if not names:
-                with suppress(Exception):  # of wrong arguments, which the other ranks refuse, too
+                # Of wrong arguments, which the other ranks refuse, too.
+                with suppress(Exception):
                     reserve()
             for name in names:
                 context = replace(self._context, name=name)
@@ -263,7 +295,7 @@ class ProcessGroup:
         """Take part in making a group of other members of this one; all members do."""
         self._backends.split_without_this_rank(choices)
 
-    # --- collectives --------------------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
 
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Return when all members have called it (MPI_Barrier)."""
@@ -274,7 +306,8 @@ class ProcessGroup:
             raise
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose timeout error names every missing rank, with or without ``wait_all_ranks``."""
+        """A barrier whose timeout error names every missing rank, with or without
+        ``wait_all_ranks``."""
         try:
             self._dispatcher.start(self._settings, _BARRIER, (), (), False, timeout)
         except BaseException as e:
@@ -300,7 +333,7 @@ class ProcessGroup:
     all_gather_into_tensor_coalesced = collective_methods.all_gather_into_tensor_coalesced
     reduce_scatter_tensor_coalesced = collective_methods.reduce_scatter_tensor_coalesced
 
-    # --- point to point -----------------------------------------------------------------------------------------
+    # --- point to point ---------------------------------------------------------------------------
 
     def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> None:
         """Send to member ``dst``; returns when ``tensor`` may be changed (MPI_Send)."""
@@ -319,10 +352,12 @@ class ProcessGroup:
         status: Status | None = None,
         timeout: Timeout = None,
     ) -> int:
-        """Receive from member ``src``, or from any; returns the sender's rank in the group (MPI_Recv).
+        """Receive from member ``src``, or from any; returns the sender's rank in the group
+        (MPI_Recv).
 
         Raises:
-            MessageMismatchError: the message is of another size or dtype; it is lost, the group stays usable.
+            MessageMismatchError: the message is of another size or dtype; it is lost, the group
+                stays usable.
         """
         try:
             return self._dispatcher.run_message(
@@ -335,7 +370,9 @@ class ProcessGroup:
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """:meth:`send` in the background."""
         try:
-            return self._dispatcher.start_message(self._settings, (_SEND, tensor, dst, tag, None), timeout)
+            return self._dispatcher.start_message(
+                self._settings, (_SEND, tensor, dst, tag, None), timeout
+            )
         except BaseException as e:
             self.interrupted(e)
             raise
@@ -349,14 +386,19 @@ class ProcessGroup:
         status: Status | None = None,
         timeout: Timeout = None,
     ) -> Work:
-        """:meth:`recv` in the background; ``work.source_rank()`` is the sender's rank in the group."""
+        """:meth:`recv` in the background; ``work.source_rank()`` is the sender's rank in the
+        group."""
         try:
-            return self._dispatcher.start_message(self._settings, (_RECV, tensor, src, tag, status), timeout)
+            return self._dispatcher.start_message(
+                self._settings, (_RECV, tensor, src, tag, status), timeout
+            )
         except BaseException as e:
             self.interrupted(e)
             raise
 
-    def probe(self, src: int | None = None, tag: int | None = None, *, timeout: Timeout = None) -> Status:
+    def probe(
+        self, src: int | None = None, tag: int | None = None, *, timeout: Timeout = None
+    ) -> Status:
         """Wait for a message from member ``src``, or from any, and leave it there (MPI_Probe)."""
         try:
             return self._dispatcher.probe(self._settings, src, tag, timeout)
@@ -379,7 +421,8 @@ class ProcessGroup:
         status: Status | None = None,
         timeout: Timeout = None,
     ) -> list[Work]:
-        """Start several sends and receives, given as (is send, array, peer's rank in the group, tag).
+        """Start several sends and receives, given as (is send, array, peer's rank in the group,
+        tag).
 
         Args:
             ops: in the order of the messages to, and from, each peer.
@@ -396,7 +439,7 @@ class ProcessGroup:
             self.interrupted(e)
             raise
 
-    # --- symmetric memory, one-sided operations -----------------------------------------------------------------
+    # --- symmetric memory, one-sided operations ---------------------------------------------------
 
     put = memory_methods.put
     signal = memory_methods.signal
@@ -406,7 +449,7 @@ class ProcessGroup:
     fence = memory_methods.fence
     register = memory_methods.register
 
-    # --- properties ---------------------------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------
 
     def rank(self) -> int:
         """This process's rank in the group."""
@@ -421,7 +464,8 @@ class ProcessGroup:
         """The group's own name, unique in the job."""
         return self._context.name
 
-    group_name = name  # torch's spelling
+    # Torch's spelling.
+    group_name = name
 
     @property
     def group_desc(self) -> str:
@@ -479,7 +523,8 @@ class ProcessGroup:
 
     @property
     def backends(self) -> tuple[Backend, ...]:
-        """Every backend of the group once, in the order of :attr:`choices`; then one that another one uses."""
+        """Every backend of the group once, in the order of :attr:`choices`; then one that another
+        one uses."""
         return self._backends.all
 
     def global_rank(self, group_rank: int) -> int:
@@ -488,14 +533,18 @@ class ProcessGroup:
             group_rank = as_integer("global_rank: group_rank", group_rank)
         ranks = self._context.ranks
         if not 0 <= group_rank < len(ranks):
-            raise DistArgumentError(f"group rank {group_rank} is not in group {self.name!r} of {len(ranks)}")
+            raise DistArgumentError(
+                f"group rank {group_rank} is not in group {self.name!r} of {len(ranks)}"
+            )
         return ranks[group_rank]
 
     def group_rank(self, global_rank: int) -> int:
         """The rank in the group of a global rank; DistArgumentError if it is not a member."""
         global_rank = as_integer("group_rank: global_rank", global_rank)
         if global_rank not in self.ranks:
-            raise DistArgumentError(f"rank {global_rank} is not in group {self.name!r} {list(self.ranks)}")
+            raise DistArgumentError(
+                f"rank {global_rank} is not in group {self.name!r} {list(self.ranks)}"
+            )
         return self.ranks.index(global_rank)
 
     def describe(self) -> str:
@@ -503,30 +552,37 @@ class ProcessGroup:
         return self._backends.describe()
 
     def staging_bytes(self) -> dict[str, int]:
-        """Memory that this rank holds for the group's transfers, by device type, whatever the size of the arrays."""
+        """Memory that this rank holds for the group's transfers, by device type, whatever the size
+        of the arrays."""
         return self._backends.staging_bytes()
 
-    # --- end ----------------------------------------------------------------------------------------------------
+    # --- end --------------------------------------------------------------------------------------
 
     def abort(self, reason: str = "aborted by the program") -> None:
-        """Make every pending and later operation of the group raise GroupAbortedError, on all members."""
+        """Make every pending and later operation of the group raise GroupAbortedError, on all
+        members."""
         context = self._context
         self._backends.fail(
-            GroupAbortedError(f"group {context.name!r}: {reason}", group=context.name, rank=context.job.rank)
+            GroupAbortedError(
+                f"group {context.name!r}: {reason}", group=context.name, rank=context.job.rank
+            )
         )
 
     def interrupted(self, error: BaseException) -> None:
-        """Fail the group on all members if an exception ends a call of it whose state is then not known.
+        """Fail the group on all members if an exception ends a call of it whose state is then not
+        known.
 
-        Called by the function of the call, in its handler of any exception. Refusals, and errors that the group has
-        raised, do not fail it (:mod:`unicoll.calls.error_marks`); :meth:`close` does not raise the latter again.
+        Called by the function of the call, in its handler of any exception. Refusals, and errors
+        that the group has raised, do not fail it (:mod:`unicoll.calls.error_marks`); :meth:`close`
+        does not raise the latter again.
         """
         traceback = error.__traceback__
         name = traceback.tb_frame.f_code.co_name if traceback is not None else "a call"
         self._backends.interrupted(error, name)
 
     def abort_on_this_rank(self, error: Exception) -> None:
-        """Make every pending and later operation raise ``error`` without a notice to the other members."""
+        """Make every pending and later operation raise ``error`` without a notice to the other
+        members."""
         self._backends.abort(error)
 
     def forget(self) -> None:
@@ -540,7 +596,8 @@ class ProcessGroup:
             raise_failure: False if the error of a group that has failed is not raised.
 
         Raises:
-            DistError: the error with which operations have ended that had been posted, if no call has raised it.
+            DistError: the error with which operations have ended that had been posted, if no call
+                has raised it.
         """
         if not raise_failure:
             self._backends.failure_delivered()

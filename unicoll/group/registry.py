@@ -1,8 +1,10 @@
-"""Backends by name: registered or installed, loaded on demand, with the reason why one cannot be used.
+"""Backends by name: registered or installed, loaded on demand, with the reason why one cannot be
+used.
 
-A backend comes from the built-in table, from the entry-point group ``unicoll.backends`` of an installed package
-(the entry's name is the backend's; it points at a :class:`unicoll.backend.Backend` subclass), or from
-``BackendName.register_backend``. A backend is imported when it is used first.
+A backend comes from the built-in table, from the entry-point group ``unicoll.backends`` of an
+installed package (the entry's name is the backend's; it points at a
+:class:`unicoll.backend.Backend` subclass), or from ``BackendName.register_backend``. A backend is
+imported when it is used first.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class BackendType(IntEnum):
 
 
 class BackendOptions(NamedTuple):
-    """What a function registered with ``extended_api`` gets, as torch's ``DistributedBackendOptions``.
+    """What a function registered with ``extended_api`` gets, as torch's
+    ``DistributedBackendOptions``.
 
     Attributes:
         store: the job's store, with keys of this group alone.
@@ -101,13 +104,13 @@ class BackendName(str):
 
         Args:
             name: of the backend; case is ignored.
-            func: a :class:`unicoll.backend.Backend` subclass; a function without arguments that returns one; or
-                torch's function, which is called for each group with ``(store, rank, world_size, timeout)`` and
-                returns a :class:`unicoll.backend.Backend` object.
-            extended_api: torch's function is called with ``(options, pg_options)`` instead, a :class:`BackendOptions`
-                and the user's options.
-            devices: device types that it serves; None takes them from the class's ``caps``, and for torch's function
-                is ``"cpu"``.
+            func: a :class:`unicoll.backend.Backend` subclass; a function without arguments that
+                returns one; or torch's function, which is called for each group with ``(store,
+                rank, world_size, timeout)`` and returns a :class:`unicoll.backend.Backend` object.
+            extended_api: torch's function is called with ``(options, pg_options)`` instead, a
+                :class:`BackendOptions` and the user's options.
+            devices: device types that it serves; None takes them from the class's ``caps``, and for
+                torch's function is ``"cpu"``.
 
         Raises:
             DistArgumentError: the name is taken or not a name.
@@ -126,7 +129,9 @@ class BackendName(str):
             else:
                 _registered[key] = func
         else:
-            raise DistArgumentError(f"register_backend: {func!r} is neither a Backend class nor a function")
+            raise DistArgumentError(
+                f"register_backend: {func!r} is neither a Backend class nor a function"
+            )
         if devices is not None:
             _registered_devices[key] = frozenset([devices] if isinstance(devices, str) else devices)
         cls.backend_list.append(key)
@@ -139,7 +144,8 @@ def _takes(func: Callable[..., Any], count: int) -> bool:
     from inspect import signature
 
     how: dict[str, Any] = {}
-    if sys.version_info >= (3, 14):  # else its annotations are evaluated
+    # Else its annotations are evaluated.
+    if sys.version_info >= (3, 14):
         from annotationlib import Format
 
         how["annotation_format"] = Format.FORWARDREF
@@ -147,7 +153,8 @@ def _takes(func: Callable[..., Any], count: int) -> bool:
         signature(func, **how).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # a compiled one has no signature
+    except ValueError:
+        # A compiled one has no signature.
         pass
     return True
 
@@ -161,18 +168,25 @@ def _from_function(
         store, timeout = context.store, timedelta(seconds=context.timeout)
         if extended:
             ranks = list(context.ranks)
-            options = BackendOptions(store, context.rank, context.size, timeout, context.name, ranks)
+            options = BackendOptions(
+                store, context.rank, context.size, timeout, context.name, ranks
+            )
             made = func(options, context.options)
         else:
             made = func(store, context.rank, context.size, timeout)
         if not isinstance(made, BackendBase):
             raise BackendUnavailableError(
-                f"backend {name!r}: {func!r} returned {made!r}, which is not a unicoll.backend.Backend"
+                f"backend {name!r}: {func!r} returned {made!r}, which is not a"
+                " unicoll.backend.Backend"
             )
         made.creator = cls
         return made
 
-    caps = Caps(frozenset(["cpu"] if devices is None else [devices] if isinstance(devices, str) else devices))
+    caps = Caps(
+        frozenset(
+            ["cpu"] if devices is None else [devices] if isinstance(devices, str) else devices
+        )
+    )
     members = {"name": name, "caps": caps, "create": classmethod(create)}
     return type(f"{name}_by_function", (BackendBase,), members)
 
@@ -203,13 +217,17 @@ def load(name: str) -> type[BackendBase]:
             raise BackendUnavailableError(f"backend {name!r}: {e}") from e
         maker = getattr(module, "backend_class", None)
         if maker is None:
-            raise BackendUnavailableError(f"backend {name!r} is not part of this version of unicoll")
+            raise BackendUnavailableError(
+                f"backend {name!r} is not part of this version of unicoll"
+            )
         return _class(name, maker())
     installed = _entry_points()
     if name in installed:
         loaded: Any = installed[name]()
         return _class(name, loaded if isinstance(loaded, type) else loaded())
-    raise BackendUnavailableError(f"there is no backend {name!r}; known are {', '.join(backend_names())}")
+    raise BackendUnavailableError(
+        f"there is no backend {name!r}; known are {', '.join(backend_names())}"
+    )
 
 
 def _class(name: str, found: Any) -> type[BackendBase]:
@@ -232,7 +250,8 @@ def reason_against(name: str) -> str | None:
 
 
 def status_line(name: str) -> str:
-    """One line on a backend: the reason why it cannot be used in this process, or the library that it uses."""
+    """One line on a backend: the reason why it cannot be used in this process, or the library that
+    it uses."""
     reason = reason_against(name)
     if reason is not None:
         return reason
@@ -260,7 +279,8 @@ class MPIWorld(NamedTuple):
         rank, size: as MPI counts.
         library: name and version.
         stores: True if :func:`mpi_store` may be used.
-        cuda: "direct" if arrays on a GPU are passed to the library by address, or staged, and how that is known.
+        cuda: "direct" if arrays on a GPU are passed to the library by address, or staged, and how
+            that is known.
     """
 
     rank: int
@@ -271,7 +291,8 @@ class MPIWorld(NamedTuple):
 
 
 def mpi_world(timeout: float) -> MPIWorld:
-    """MPI's processes; initialises MPI, which must be available. The process ends if that takes ``timeout`` seconds.
+    """MPI's processes; initialises MPI, which must be available. The process ends if that takes
+    ``timeout`` seconds.
 
     Raises:
         BackendUnavailableError: it cannot be used in this process.
@@ -280,15 +301,17 @@ def mpi_world(timeout: float) -> MPIWorld:
 
 
 def mpi_store(deadline: float) -> Store:
-    """A store over MPI, which all of MPI's processes open until ``deadline`` (``time.monotonic()``)."""
+    """A store over MPI, which all of MPI's processes open until ``deadline``
+    (``time.monotonic()``)."""
     store: Store = importlib.import_module(_BUILT_IN["mpi"]).open_store(deadline)
     return store
 
 
 def register_job_with_mpi(job: Job) -> None:
-    """Register a job whose rendezvous was over MPI, with any backends; called on all ranks once they have joined.
+    """Register a job whose rendezvous was over MPI, with any backends; called on all ranks once
+    they have joined.
 
-    Then MPI is not finalised if ranks of the job have died, and an exception that ends all processes is sent to the
-    job's ranks first.
+    Then MPI is not finalised if ranks of the job have died, and an exception that ends all
+    processes is sent to the job's ranks first.
     """
     importlib.import_module(_BUILT_IN["mpi"]).register_job(job)

@@ -1,9 +1,10 @@
 """Groups with fewer or more members than an existing one.
 
-Ranks that are added to a group get a record with its name, members and backends through the job's signed store.
+Ranks that are added to a group get a record with its name, members and backends through the job's
+signed store.
 
-Each of the public functions has a handler of exceptions in its own body: a signal's handler may raise where a function
-that it calls begins.
+Each of the public functions has a handler of exceptions in its own body: a signal's handler may
+raise where a function that it calls begins.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class GrowthRecord:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
-        self._first: dict[int, int] = {}  # the number at which it was first tried to write each rank's
+        # The number at which it was first tried to write each rank's.
+        self._first: dict[int, int] = {}
 
     @property
     def added(self) -> list[int]:
@@ -72,10 +74,12 @@ class GrowthRecord:
         announce(context, member_failed_error(context, "creating", cause))
 
     def send(self, store: Store) -> None:
-        """Write the record for each joining rank, at the end of its records; it may have been written before.
+        """Write the record for each joining rank, at the end of its records; it may have been
+        written before.
 
-        So a call of this that was interrupted can be repeated. A rank reads its records in order. How many it has read
-        is in the store, not in the process: that begins anew if another store replaces this one.
+        So a call of this that was interrupted can be repeated. A rank reads its records in order.
+        How many it has read is in the store, not in the process: that begins anew if another store
+        replaces this one.
         """
         text = json.dumps(asdict(self))
         for rank in self.added:
@@ -107,12 +111,13 @@ class GrowthRecord:
             ) from None
         fields = from_store(key, store.get(key), _RECORD)
         made = cls(**{**{name: fields[name] for name in _RECORD}, "ranks": tuple(fields["ranks"])})
-        into += [made]  # before it counts as read: an interrupt in between does not lose it
+        # Before it counts as read: an interrupt in between does not lose it.
+        into += [made]
         store.add(_received(rank), 1)
         if made.added != added:
             raise DistArgumentError(
-                f"grow_group: this rank adds ranks {added}, but the group of ranks {list(made.ranks[: made.before])}"
-                f" adds {made.added}"
+                f"grow_group: this rank adds ranks {added}, but the group of ranks"
+                f" {list(made.ranks[: made.before])} adds {made.added}"
             )
 
 
@@ -135,7 +140,8 @@ def _received(rank: int) -> str:
 def shrink(
     group: ProcessGroup, names: list[str], ranks_to_exclude: Sequence[int], pg_options: Any
 ) -> ProcessGroup:
-    """:func:`unicoll.shrink_group`; adds the group's name to ``names`` before anything can fail on this rank alone."""
+    """:func:`unicoll.shrink_group`; adds the group's name to ``names`` before anything can fail on
+    this rank alone."""
     context = group._context
     excluded = _excluded(group, ranks_to_exclude)
     left = _reserve_without(group, names, excluded)
@@ -144,8 +150,11 @@ def shrink(
     return group._derive(names[0], left, pg_options, excluded=excluded)
 
 
-def fail_shrunk(group: Any, names: list[str], ranks_to_exclude: Sequence[int], cause: BaseException) -> None:
-    """Fail the group of :func:`shrink`, or of its caller before it, after an exception that is no refusal."""
+def fail_shrunk(
+    group: Any, names: list[str], ranks_to_exclude: Sequence[int], cause: BaseException
+) -> None:
+    """Fail the group of :func:`shrink`, or of its caller before it, after an exception that is no
+    refusal."""
 
     def reserve() -> None:
         _reserve_without(group, names, _excluded(group, ranks_to_exclude))
@@ -156,12 +165,17 @@ def fail_shrunk(group: Any, names: list[str], ranks_to_exclude: Sequence[int], c
 def _excluded(group: ProcessGroup, ranks: Sequence[int]) -> list[int]:
     excluded = sorted(check_ranks("shrink_group", ranks, group.size()))
     if group.rank() in excluded:
-        raise DistArgumentError("shrink_group: the caller is among the excluded ranks, who do not call it")
+        raise DistArgumentError(
+            "shrink_group: the caller is among the excluded ranks, who do not call it"
+        )
     return excluded
 
 
-def _reserve_without(group: ProcessGroup, names: list[str], excluded: Sequence[int]) -> tuple[int, ...]:
-    """Add the name of a group without some members to ``names``; returns the global ranks of the others.
+def _reserve_without(
+    group: ProcessGroup, names: list[str], excluded: Sequence[int]
+) -> tuple[int, ...]:
+    """Add the name of a group without some members to ``names``; returns the global ranks of the
+    others.
 
     The name is equal on these, although the excluded ranks do not count the call.
     """
@@ -169,11 +183,13 @@ def _reserve_without(group: ProcessGroup, names: list[str], excluded: Sequence[i
     left = tuple(r for i, r in enumerate(ranks) if i not in excluded)
     number = shrinks[left] + 1
     spans = [
-        f"{low}-{high}" if high > low else f"{low}" for low, high in rank_spans([ranks[r] for r in excluded])
+        f"{low}-{high}" if high > low else f"{low}"
+        for low, high in rank_spans([ranks[r] for r in excluded])
     ]
     times = f".{number}" if number > 1 else ""
     made = [f"{group.name}/without-{','.join(spans)}{times}"]
-    # Nothing is called from here on: an exception of a signal's handler comes before both or behind both.
+    # Nothing is called from here on: an exception of a signal's handler comes before both or behind
+    # both.
     names += made
     shrinks[left] = number
     return left
@@ -182,7 +198,8 @@ def _reserve_without(group: ProcessGroup, names: list[str], excluded: Sequence[i
 def grow(
     group: ProcessGroup, records: list[GrowthRecord], ranks_to_add: Sequence[int], pg_options: Any
 ) -> ProcessGroup:
-    """:func:`unicoll.grow_group` on a member; adds the larger group to ``records``, as :func:`shrink` its name."""
+    """:func:`unicoll.grow_group` on a member; adds the larger group to ``records``, as
+    :func:`shrink` its name."""
     _reserve_grown(group, records, ranks_to_add)
     record = records[0]
     if group.rank() == 0:
@@ -191,16 +208,21 @@ def grow(
 
 
 def fail_grown(
-    group: ProcessGroup, records: list[GrowthRecord], ranks_to_add: Sequence[int], cause: BaseException
+    group: ProcessGroup,
+    records: list[GrowthRecord],
+    ranks_to_add: Sequence[int],
+    cause: BaseException,
 ) -> None:
-    """Fail the group of :func:`grow`, or of its caller before it, after an exception that is no refusal.
+    """Fail the group of :func:`grow`, or of its caller before it, after an exception that is no
+    refusal.
 
     The added ranks know it only once they have its record.
     """
     if not leaves_doubt(cause):
         return
     if not records:
-        with suppress(Exception):  # of wrong arguments, which the other ranks refuse, too
+        # Of wrong arguments, which the other ranks refuse, too.
+        with suppress(Exception):
             _reserve_grown(group, records, ranks_to_add)
     for record in records:
         record.fail(group.job, cause)
@@ -209,12 +231,16 @@ def fail_grown(
                 record.send(group.job.store)
 
 
-def _reserve_grown(group: ProcessGroup, records: list[GrowthRecord], ranks_to_add: Sequence[int]) -> None:
+def _reserve_grown(
+    group: ProcessGroup, records: list[GrowthRecord], ranks_to_add: Sequence[int]
+) -> None:
     context = group._context
     added = check_ranks("grow_group", ranks_to_add, context.job.size)
     present = [r for r in added if r in context.ranks]
     if present:
-        raise DistArgumentError(f"grow_group: ranks {present} are in group {context.name!r} already")
+        raise DistArgumentError(
+            f"grow_group: ranks {present} are in group {context.name!r} already"
+        )
     if group._backends.closed:
         raise GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
     number = group._backends.children + 1
@@ -226,6 +252,7 @@ def _reserve_grown(group: ProcessGroup, records: list[GrowthRecord], ranks_to_ad
         context.desc,
         group.backend_config,
     )
-    # Nothing is called from here on: an exception of a signal's handler comes before both or behind both.
+    # Nothing is called from here on: an exception of a signal's handler comes before both or behind
+    # both.
     records += [record]
     group._backends.children = number

@@ -1,4 +1,5 @@
-"""The results of the validation of a group's calls, cached by kind of call: signature, backend, hooks, split sizes."""
+"""The results of the validation of a group's calls, cached by kind of call: signature, backend,
+hooks, split sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ EVEN: Splits = (None, None)
 
 Run = Callable[[Call], "Tracker | None"]
 Checked = tuple[int, Backend, Run, CallKind, Splits]
-"""What validation gives: the signature, the backend and its function for blocking calls, what the flight recorder
-keeps, and elements sent to and expected from each rank."""
+"""What validation gives: the signature, the backend and its function for blocking calls, what the
+flight recorder keeps, and elements sent to and expected from each rank."""
 
 _MAX_KINDS = 1024
 """Kinds of calls whose validation is cached."""
@@ -28,11 +29,13 @@ _MAX_KINDS = 1024
 class ValidationCache:
     """Validates the calls of one group, and chooses their backends; once for each kind of call.
 
-    The kind is operation, element type, shapes, device, reduction, root and split sizes. A backend in the cache logs
-    the calls or calls hooks, so a change of debug level or hooks empties the cache.
+    The kind is operation, element type, shapes, device, reduction, root and split sizes. A backend
+    in the cache logs the calls or calls hooks, so a change of debug level or hooks empties the
+    cache.
 
     Attributes:
-        known: the results by kind; replaced when the cache is emptied, since a thread may be adding to the old one.
+        known: the results by kind; replaced when the cache is emptied, since a thread may be adding
+            to the old one.
     """
 
     def __init__(self, context: Context, backends: GroupBackends) -> None:
@@ -48,7 +51,8 @@ class ValidationCache:
         self.known = {}
 
     def add_hook(self, hook: Hook) -> Hook:
-        """Have a hook called for the calls that start from now on, until it is removed; returns it."""
+        """Have a hook called for the calls that start from now on, until it is removed; returns
+        it."""
         hook.on_remove.append(self.remove_hook)
         self._set_hooks((*self._hooks, hook))
         return hook
@@ -62,7 +66,8 @@ class ValidationCache:
         self.known = {}
 
     def validate(self, call: Call) -> tuple[Backend, Run, CallKind]:
-        """Validate a call, unless one of its kind was, and sign it; returns its backend, run function and kind."""
+        """Validate a call, unless one of its kind was, and sign it; returns its backend, run
+        function and kind."""
         key = kind_of(call)
         if call.compression:
             key = key, call.compression
@@ -79,7 +84,9 @@ class ValidationCache:
         if self._hooks:
             backend = self._hooked.setdefault(backend, HookedBackend(backend, context, self._hooks))
         kind = CallKind(call, context.job.number, context.name, context.ranks, backend.name)
-        counts = EVEN if call.in_counts is None is call.out_counts else (call.in_counts, call.out_counts)
+        counts = (
+            EVEN if call.in_counts is None is call.out_counts else (call.in_counts, call.out_counts)
+        )
         checked = sign(call), backend, backend.runner(call.op), kind, counts
         if len(known) >= _MAX_KINDS:
             known.clear()
@@ -111,7 +118,11 @@ def kind_of(call: Call) -> Any:
             reduction,
             call.root,
         )
-        return key if call.in_counts is None is call.out_counts else (*key, call.in_counts, call.out_counts)
+        return (
+            key
+            if call.in_counts is None is call.out_counts
+            else (*key, call.in_counts, call.out_counts)
+        )
     arrays: list[Any] = [op, reduction, call.root, len(inputs)]
     for i in inputs:
         arrays += i.dtype, i.shape, i.device.index

@@ -4,19 +4,21 @@
 
     sums = run(client, fn, 0.1, workers=["tcp://10.0.0.1:4001", "tcp://10.0.0.2:4001"])
 
-Each rank is a Dask task that only its worker may execute. Rank 0 serves the job's store, at a free port of its
-worker's address. Each rank tells the client by a Dask event that it has started; that of rank 0 has the address of the
-store, and the client then submits the tasks of the other ranks. The job's secret is an argument of the tasks. Whoever
-can read Dask's connections can read it: use TLS. Without TLS, whoever reaches the scheduler can execute code on all
-workers.
+Each rank is a Dask task that only its worker may execute. Rank 0 serves the job's store, at a free
+port of its worker's address. Each rank tells the client by a Dask event that it has started; that
+of rank 0 has the address of the store, and the client then submits the tasks of the other ranks.
+The job's secret is an argument of the tasks. Whoever can read Dask's connections can read it: use
+TLS. Without TLS, whoever reaches the scheduler can execute code on all workers.
 
-While it runs, the client checks twice a second whether the workers are still there. At the first failure it calls a
-function in all workers, outside of Dask's tasks, that ends the job there: ranks that wait for others get an error.
+While it runs, the client checks twice a second whether the workers are still there. At the first
+failure it calls a function in all workers, outside of Dask's tasks, that ends the job there: ranks
+that wait for others get an error.
 
-The client holds one ``distributed.Lock`` for each worker, which it takes in the order of the addresses: runs on common
-workers follow one another, runs on different workers go on at the same time, and none waits for another in a cycle. A
-client that dies does not renew its locks, and the scheduler releases them after
-``distributed.scheduler.locks.lease-timeout`` (30 s). Those of ``distributed.MultiLock`` would remain.
+The client holds one ``distributed.Lock`` for each worker, which it takes in the order of the
+addresses: runs on common workers follow one another, runs on different workers go on at the same
+time, and none waits for another in a cycle. A client that dies does not renew its locks, and the
+scheduler releases them after ``distributed.scheduler.locks.lease-timeout`` (30 s). Those of
+``distributed.MultiLock`` would remain.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ _LOCK_S = 2.0
 _POLL_S = 0.5
 """Seconds between looks whether all workers are still there."""
 _CONNECT_S = (0.5, 8.0)
-"""Seconds of the first and the longest attempt to connect to rank 0's store; a failed run does not interrupt one."""
+"""Seconds of the first and the longest attempt to connect to rank 0's store; a failed run does not
+interrupt one."""
 _END_S = 30.0
 """Seconds that a failed run waits until the function has ended on the other workers."""
 _CONSEQUENCES = (DistNetworkError, DistStoreError, GroupAbortedError)
@@ -92,73 +95,93 @@ def run(
     timeout: Timeout = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on workers of a Dask cluster at the same time, as the ranks of one job.
+    """Call ``fn(*args, **kwargs)`` on workers of a Dask cluster at the same time, as the ranks of
+    one job.
 
-    On each worker ``fn`` runs between :func:`unicoll.init_process_group` and :func:`unicoll.destroy_process_group`, in
-    one of the worker's threads, and uses the functions of unicoll as any program does. unicoll has to be installed on
-    the workers and the scheduler. Each worker is a process of its own. Other tasks may run on it at the same time; with
-    one thread per worker, ``fn`` waits for tasks that are running, and they for ``fn``.
+    On each worker ``fn`` runs between :func:`unicoll.init_process_group` and
+    :func:`unicoll.destroy_process_group`, in one of the worker's threads, and uses the functions of
+    unicoll as any program does. unicoll has to be installed on the workers and the scheduler. Each
+    worker is a process of its own. Other tasks may run on it at the same time; with one thread per
+    worker, ``fn`` waits for tasks that are running, and they for ``fn``.
 
     Args:
         client: a client that is not asynchronous.
         fn: a function that Dask can send to the workers.
-        args, kwargs: its arguments. As in ``Client.submit`` a future in them, also in a list or dict, is replaced by
-            its value.
-        workers: the addresses of different workers, in the order of the ranks; None means all workers, in the order
-            of their addresses.
-        per_rank: a value for each rank, which its ``fn`` gets as first argument, before ``args``: for example a list
-            with the futures of the partitions that are on this worker, which need not be moved then.
-        timeout: timedelta or seconds to wait until ``fn`` starts: for other runs on these workers, for their
-            threads, and for the ranks to join. None waits for other runs without a limit, then 5 minutes.
+        args, kwargs: its arguments. As in ``Client.submit`` a future in them, also in a list or
+            dict, is replaced by its value.
+        workers: the addresses of different workers, in the order of the ranks; None means all
+            workers, in the order of their addresses.
+        per_rank: a value for each rank, which its ``fn`` gets as first argument, before ``args``:
+            for example a list with the futures of the partitions that are on this worker, which
+            need not be moved then.
+        timeout: timedelta or seconds to wait until ``fn`` starts: for other runs on these workers,
+            for their threads, and for the ranks to join. None waits for other runs without a limit,
+            then 5 minutes.
 
     Returns:
         What ``fn`` has returned, in the order of the ranks.
 
     Raises:
-        DistArgumentError: the client is asynchronous, there are no such workers, ``per_rank`` has another length,
-            two workers are threads of one process, or a worker's process has a default process group already.
+        DistArgumentError: the client is asynchronous, there are no such workers, ``per_rank`` has
+            another length, two workers are threads of one process, or a worker's process has a
+            default process group already.
         DistTypeError: ``fn`` is not callable.
-        OperationTimeoutError: ``fn`` could not start within ``timeout``; the message has the worker or ranks.
+        OperationTimeoutError: ``fn`` could not start within ``timeout``; the message has the worker
+            or ranks.
         RankLostError: a worker was lost, for example killed, before the result of its rank arrived.
         DistError: data of the arguments was lost with its worker, and cannot be computed again.
-        Exception: what ``fn`` has raised, for the first rank that failed. A note (before Python 3.11 the cause) has
-            rank and worker. If the other ranks do not end within 30 s it names them; they may still run ``fn``.
+        Exception: what ``fn`` has raised, for the first rank that failed. A note (before Python
+            3.11 the cause) has rank and worker. If the other ranks do not end within 30 s it names
+            them; they may still run ``fn``.
 
     After a failure, or Ctrl-C, the other ranks' calls of unicoll raise an error, too.
     """
     if not callable(fn):
         raise DistTypeError(f"run: fn must be a function, not {type(fn).__name__}")
     if client.asynchronous:
-        raise DistArgumentError("run: the client is asynchronous; run waits, and needs a client that is not")
+        raise DistArgumentError(
+            "run: the client is asynchronous; run waits, and needs a client that is not"
+        )
     limit = positive_seconds(timeout)
     deadline = None if limit is None else time.monotonic() + limit
     addresses = _addresses(client, workers)
     with ExitStack() as locks:
         for address in sorted(addresses):
             locks.enter_context(_locked(client, address, deadline))
-        if workers is None:  # some may have been lost while other runs had the locks
+        # Some may have been lost while other runs had the locks.
+        if workers is None:
             present = client.nthreads(addresses)
             addresses = [address for address in addresses if address in present]
             if not addresses:
                 raise DistArgumentError("run: all workers were lost while other runs had them")
         if per_rank is not None and len(per_rank) != len(addresses):
-            raise DistArgumentError(f"run: per_rank has {len(per_rank)} values for {len(addresses)} workers")
+            raise DistArgumentError(
+                f"run: per_rank has {len(per_rank)} values for {len(addresses)} workers"
+            )
         seconds = _START_S if deadline is None else seconds_left(deadline, 0.001)
         first = [()] * len(addresses) if per_rank is None else [(value,) for value in per_rank]
-        return _Run(client, addresses, seconds).execute(lambda rank: (fn, [*first[rank], *args], kwargs))
+        return _Run(client, addresses, seconds).execute(
+            lambda rank: (fn, [*first[rank], *args], kwargs)
+        )
 
 
 def _addresses(client: Client, workers: Sequence[str] | None) -> list[str]:
     known = client.nthreads()
     if workers is None:
         if not known:
-            raise DistArgumentError("run: the cluster has no workers; Client.wait_for_workers waits for them")
+            raise DistArgumentError(
+                "run: the cluster has no workers; Client.wait_for_workers waits for them"
+            )
         return sorted(known)
     addresses = [workers] if isinstance(workers, str) else list(workers)
     if not addresses or len(set(addresses)) < len(addresses):
-        raise DistArgumentError(f"run: workers={addresses} are not the addresses of different workers")
+        raise DistArgumentError(
+            f"run: workers={addresses} are not the addresses of different workers"
+        )
     if unknown := [address for address in addresses if address not in known]:
-        raise DistArgumentError(f"run: workers {unknown} are not in the cluster, which has {sorted(known)}")
+        raise DistArgumentError(
+            f"run: workers {unknown} are not in the cluster, which has {sorted(known)}"
+        )
     return addresses
 
 
@@ -168,15 +191,20 @@ def _locked(client: Client, address: str, deadline: float | None) -> Iterator[No
     lock = Lock(f"unicoll-{address}", scheduler_rpc=client.scheduler, loop=client.loop)
     try:
         # Short requests: the scheduler goes on to serve that of a client that has ended meanwhile.
-        while not lock.acquire(timeout=_LOCK_S if deadline is None else min(_LOCK_S, seconds_left(deadline))):
+        while not lock.acquire(
+            timeout=_LOCK_S if deadline is None else min(_LOCK_S, seconds_left(deadline))
+        ):
             if deadline is not None and time.monotonic() >= deadline:
-                raise OperationTimeoutError(f"run: another run still has worker {address}", op="run")
+                raise OperationTimeoutError(
+                    f"run: another run still has worker {address}", op="run"
+                )
         try:
             yield
         finally:
             lock.release()
     finally:
-        # The lock renews itself by a callback, which keeps it in memory, unless the lease-timeout is "inf".
+        # The lock renews itself by a callback, which keeps it in memory, unless the lease-timeout
+        # is "inf".
         if (renewal := getattr(lock, "refresh_callback", None)) is not None:
             client.loop.add_callback(renewal.stop)
 
@@ -188,7 +216,8 @@ class _Place:
     Attributes:
         run: random text that identifies the run.
         workers: their addresses, by rank.
-        seconds: limit of the time until all ranks have joined; it has an effect if the client has ended.
+        seconds: limit of the time until all ranks have joined; it has an effect if the client has
+            ended.
         store: host and port of rank 0's store; None for rank 0.
     """
 
@@ -201,7 +230,9 @@ class _Place:
 
     def describe(self, *ranks: int) -> str:
         """This rank, or ``ranks``, with their workers."""
-        return ", ".join(f"rank {rank} on worker {self.workers[rank]}" for rank in ranks or (self.rank,))
+        return ", ".join(
+            f"rank {rank} on worker {self.workers[rank]}" for rank in ranks or (self.rank,)
+        )
 
 
 def _topic(place: _Place) -> str:
@@ -209,7 +240,7 @@ def _topic(place: _Place) -> str:
     return f"unicoll-{place.workers[0]}"
 
 
-# --- in the client ---------------------------------------------------------------------------------------------------
+# --- in the client --------------------------------------------------------------------------------
 
 
 class _Run:
@@ -217,19 +248,25 @@ class _Run:
 
     def __init__(self, client: Client, workers: list[str], seconds: float) -> None:
         self._client = client
-        self._place = _Place(secrets.token_hex(8), 0, tuple(workers), new_key_text(), seconds + _END_S)
+        self._place = _Place(
+            secrets.token_hex(8), 0, tuple(workers), new_key_text(), seconds + _END_S
+        )
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
-        self._tasks: dict[int, Any] = {}  # Dask's futures, by rank
-        self._results: dict[int, Future[Any]] = {}  # what they return, which is fetched as soon as it exists
+        # Dask's futures, by rank.
+        self._tasks: dict[int, Any] = {}
+        # What they return, which is fetched as soon as it exists.
+        self._results: dict[int, Future[Any]] = {}
         # ranks that have ended, events of ranks that have started, None after an answer of a worker
         self._news: queue.SimpleQueue[int | Mapping[str, Any] | None] = queue.SimpleQueue()
         self._started: set[int] = set()
         self._store: tuple[str, int] | None = None
         # what ranks have raised, in the order in which they have ended
         self._ended: dict[int, BaseException | None] = {}
-        self._lost: set[int] = set()  # ranks whose worker was lost before they ended
-        self._data: dict[int, list[Any]] = {}  # Dask's futures in the arguments, by rank
+        # Ranks whose worker was lost before they ended.
+        self._lost: set[int] = set()
+        # Dask's futures in the arguments, by rank.
+        self._data: dict[int, list[Any]] = {}
 
     def execute(self, call: Callable[[int], _Call]) -> list[Any]:
         """Make the call of each rank on its worker; what they return."""
@@ -246,7 +283,9 @@ class _Run:
                     self._await_news()
                     if self._store is not None and len(self._tasks) == 1:
                         for rank in ranks[1:]:
-                            self._submit(replace(self._place, rank=rank, store=self._store), call(rank))
+                            self._submit(
+                                replace(self._place, rank=rank, store=self._store), call(rank)
+                            )
                     self._check_start()
                 if self._has_failed():
                     raise self._failure()
@@ -275,11 +314,14 @@ class _Run:
 
     def _check_start(self) -> None:
         """OperationTimeoutError if a rank has not started in time."""
-        missing = [rank for rank in self._tasks if rank not in self._started and rank not in self._ended]
+        missing = [
+            rank for rank in self._tasks if rank not in self._started and rank not in self._ended
+        ]
         if missing and not self._has_failed() and time.monotonic() > self._deadline:
             error = OperationTimeoutError(
-                f"run: after {self._seconds:.3g} s has not started: {self._place.describe(*missing)}; all threads of"
-                " the worker execute other tasks, or it is paused",
+                f"run: after {self._seconds:.3g} s has not started:"
+                f" {self._place.describe(*missing)}; all threads of the worker execute other tasks,"
+                " or it is paused",
                 op="run",
                 rank=missing[0],
             )
@@ -287,7 +329,8 @@ class _Run:
             raise error
 
     def _await_news(self) -> None:
-        """Wait a moment for the next rank that starts or ends; if there is none, find lost workers."""
+        """Wait a moment for the next rank that starts or ends; if there is none, find lost
+        workers."""
         try:
             news = self._news.get(timeout=_POLL_S)
         except queue.Empty:
@@ -311,12 +354,14 @@ class _Run:
         elif news is not None:
             rank = news["rank"]
             if rank in self._started and rank not in self._ended:
-                self._lost.add(rank)  # another process with the address of its worker executes the task again
+                # Another process with the address of its worker executes the task again.
+                self._lost.add(rank)
             self._started.add(rank)
             self._store = self._store or (news["store"] and tuple(news["store"]))
 
     def _lost_data(self, rank: int) -> DistError | None:
-        """The error of a rank whose arguments have data that Dask cannot get again; without it the task waits."""
+        """The error of a rank whose arguments have data that Dask cannot get again; without it the
+        task waits."""
         futures = self._data[rank]
         # The scheduler cancels scattered data that is lost, and what depends on it.
         lost = [future.key for future in futures if future.status == "cancelled"]
@@ -326,9 +371,9 @@ class _Run:
         if not lost:
             return None
         return DistError(
-            f"run: data in the arguments of {self._place.describe(rank)} was lost with its worker, or cancelled, and"
-            f" cannot be computed again: {', '.join(map(str, lost))}; scatter it again, or submit its task without"
-            " workers="
+            f"run: data in the arguments of {self._place.describe(rank)} was lost with its worker,"
+            f" or cancelled, and cannot be computed again: {', '.join(map(str, lost))}; scatter it"
+            " again, or submit its task without workers="
         )
 
     def _running(self) -> set[int]:
@@ -343,7 +388,8 @@ class _Run:
         rank, error = self._first_failure()
         running = self._end_others(f"{self._place.describe(rank)}: {type(error).__name__}: {error}")
         if isinstance(error, _CONSEQUENCES):
-            rank, error = self._first_failure()  # its cause may be known now
+            # Its cause may be known now.
+            rank, error = self._first_failure()
         if rank not in self._lost:
             _add_note(error, f"the task of {self._place.describe(rank)} ended with this")
         self._note_running(error, running)
@@ -351,17 +397,21 @@ class _Run:
 
     def _note_running(self, error: BaseException, running: set[int]) -> None:
         if running:
-            _add_note(error, f"not ended within {_END_S:g} s: {self._place.describe(*sorted(running))}")
+            _add_note(
+                error, f"not ended within {_END_S:g} s: {self._place.describe(*sorted(running))}"
+            )
 
     def _first_failure(self) -> tuple[int, BaseException]:
-        """The rank that has failed first and its error: a lost one, else one that is not the consequence of another."""
+        """The rank that has failed first and its error: a lost one, else one that is not the
+        consequence of another."""
         errors = [(rank, error) for rank, error in self._ended.items() if error is not None]
         first = next((one for one in errors if not isinstance(one[1], _CONSEQUENCES)), None)
         if first is None and self._lost:
             lost, *_ = ranks = sorted(self._lost)
             text = (
-                f"run: lost before its result had arrived: {self._place.describe(*ranks)}; the worker was killed, has"
-                " ended, or has lost its connection to the scheduler, which it also does if it cannot import unicoll"
+                f"run: lost before its result had arrived: {self._place.describe(*ranks)}; the"
+                " worker was killed, has ended, or has lost its connection to the scheduler, which"
+                " it also does if it cannot import unicoll"
             )
             error = RankLostError(text, rank=lost, op="run")
             # an error that says how the process has ended
@@ -371,14 +421,17 @@ class _Run:
         return first or errors[0]
 
     def _end_others(self, reason: str) -> set[int]:
-        """End the job on all workers, and wait for the ranks that have started; those that do not end in time."""
+        """End the job on all workers, and wait for the ranks that have started; those that do not
+        end in time."""
         answers = {
-            rank: self._background(self._end(self._place.workers[rank], reason)) for rank in self._tasks
+            rank: self._background(self._end(self._place.workers[rank], reason))
+            for rank in self._tasks
         }
         for answer in answers.values():
             answer.add_done_callback(lambda _: self._news.put(None))
         deadline = time.monotonic() + _END_S
-        # A worker that has died does not answer for long, but a look at the workers shows that it is lost.
+        # A worker that has died does not answer for long, but a look at the workers shows that it
+        # is lost.
         while self._running() or any(
             not answer.done() for rank, answer in answers.items() if rank not in self._lost
         ):
@@ -398,13 +451,16 @@ class _Run:
 
 
 def _keys_without_worker(keys: list[Any], dask_scheduler: Any) -> list[Any]:
-    """Those of the keys that only workers which are gone may compute, or need such a one; called in the scheduler."""
+    """Those of the keys that only workers which are gone may compute, or need such a one; called in
+    the scheduler."""
     tasks, lost, rest = dask_scheduler.tasks, set(), [(key, key) for key in keys]
     seen = set(rest)
     while rest:
-        key, needed = rest.pop()  # a key and one that it needs
+        # A key and one that it needs.
+        key, needed = rest.pop()
         task = tasks.get(needed)
-        if task is None:  # the client has not sent it yet
+        # The client has not sent it yet.
+        if task is None:
             continue
         allowed = task.worker_restrictions
         if task.state == "no-worker" and allowed and not allowed & dask_scheduler.workers.keys():
@@ -415,7 +471,9 @@ def _keys_without_worker(keys: list[Any], dask_scheduler: Any) -> list[Any]:
     return sorted(lost, key=str)
 
 
-def _receive(run: str, news: queue.SimpleQueue[Any], event: tuple[float, Mapping[str, Any]]) -> None:
+def _receive(
+    run: str, news: queue.SimpleQueue[Any], event: tuple[float, Mapping[str, Any]]
+) -> None:
     """Forward an event of Dask, that a rank of the run has started."""
     _, message = event
     if message["run"] == run:
@@ -434,7 +492,7 @@ def _add_note(error: BaseException, note: str) -> None:
         error.__cause__.__cause__ = cause
 
 
-# --- on a worker -----------------------------------------------------------------------------------------------------
+# --- on a worker ----------------------------------------------------------------------------------
 
 _changed = threading.Condition()
 _member: _Member | None = None
@@ -443,7 +501,9 @@ _failed: deque[str] = deque(maxlen=1000)
 """Runs that have failed; their tasks do not start any more."""
 
 
-def _run_rank(place: _Place, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _run_rank(
+    place: _Place, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
+) -> Any:
     """The task of a rank."""
     with _membership(place) as member:
         try:
@@ -451,14 +511,16 @@ def _run_rank(place: _Place, fn: Callable[..., Any], args: list[Any], kwargs: di
             result = fn(*args, **kwargs)
         except BaseException as error:
             try:
-                world.leave(error)  # the others get the error as the reason
+                # The others get the error as the reason.
+                world.leave(error)
             finally:
                 member.close(linger=False)
             raise
         try:
             world.leave()
         finally:
-            member.close(linger=True)  # others may still be in the job
+            # Others may still be in the job.
+            member.close(linger=True)
         return result
 
 
@@ -469,22 +531,25 @@ def _membership(place: _Place) -> Iterator[_Member]:
     with _changed:
         if _member is not None and _member.place.run == place.run:
             raise DistArgumentError(
-                f"{place.describe(_member.place.rank, place.rank)} are threads of one process, which can be one rank"
-                " only: start the cluster with a process for each worker, as LocalCluster(processes=True) does"
+                f"{place.describe(_member.place.rank, place.rank)} are threads of one process,"
+                " which can be one rank only: start the cluster with a process for each worker, as"
+                " LocalCluster(processes=True) does"
             )
         _changed.wait_for(lambda: _member is None or place.run in _failed, place.seconds)
         if place.run in _failed:
             raise GroupAbortedError(f"{place.describe()} did not start, since the run has failed")
         if _member is not None:
             raise OperationTimeoutError(
-                f"{place.describe()} did not start: its process executes the function of an earlier run",
+                f"{place.describe()} did not start: its process executes the function of an"
+                " earlier run",
                 rank=place.rank,
                 op="run",
             )
         if world.is_initialized():
             raise DistArgumentError(
-                f"the process of {place.describe()} has a default process group already, from a call of"
-                " init_process_group in another task or a preloaded module; call destroy_process_group there first",
+                f"the process of {place.describe()} has a default process group already, from a"
+                " call of init_process_group in another task or a preloaded module; call"
+                " destroy_process_group there first",
                 rank=place.rank,
             )
         _member = member = _Member(place)
@@ -504,7 +569,8 @@ class _Member:
         self._deadline = time.monotonic() + place.seconds
         self._store: TCPStore | None = None
         self._job: Job | None = None
-        self._reason: str | None = None  # why the client has ended the run
+        # Why the client has ended the run.
+        self._reason: str | None = None
 
     def join(self) -> None:
         """Wait until all ranks have started, and make their group the default group."""
@@ -520,8 +586,11 @@ class _Member:
                 self._tell_start((store.host, store.port))
             self._await_ranks(store)
             ranks = len(place.workers)
-            # as a job with a name, so that variables of the launcher that has started the workers are not used
-            group = join(store=store, name=_NAME, rank=place.rank, world_size=ranks, secret=place.secret)
+            # as a job with a name, so that variables of the launcher that has started the workers
+            # are not used
+            group = join(
+                store=store, name=_NAME, rank=place.rank, world_size=ranks, secret=place.secret
+            )
             with _changed:
                 self._job = group.job
             enter(group.job)
@@ -541,18 +610,23 @@ class _Member:
         if place.store is None:
             host = get_address_host(place.workers[0])
             bind = host if interfaces.is_local_address(host) else None
-            return TCPStore(host, 0, is_master=True, wait_for_workers=False, secret=secret, bind=bind)
+            return TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, secret=secret, bind=bind
+            )
         limits = backoff(*_CONNECT_S)
         while True:
             try:
-                return TCPStore(*place.store, timeout=next(limits), wait_for_workers=False, secret=secret)
+                return TCPStore(
+                    *place.store, timeout=next(limits), wait_for_workers=False, secret=secret
+                )
             except DistNetworkError as error:
                 self._raise_if_ended()
                 if isinstance(error, AuthenticationError) or time.monotonic() > self._deadline:
                     raise
 
     def _tell_start(self, store: tuple[str, int] | None) -> None:
-        """Tell the client that this rank has started; rank 0 also where its store is, for the other ranks."""
+        """Tell the client that this rank has started; rank 0 also where its store is, for the other
+        ranks."""
         event = {"run": self.place.run, "rank": self.place.rank, "store": store}
         get_worker().log_event(_topic(self.place), event)
 
@@ -564,7 +638,8 @@ class _Member:
         store.set_timeout(timedelta(seconds=_START_S))
 
     def end(self, reason: str) -> None:
-        """From another thread: make this rank's calls, and :meth:`join`, raise an error with the reason."""
+        """From another thread: make this rank's calls, and :meth:`join`, raise an error with the
+        reason."""
         with _changed:
             self._reason = reason
             store, job = self._store, self._job

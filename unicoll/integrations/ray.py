@@ -9,15 +9,17 @@ Importing this module registers the backend in this process::
     col.init_collective_group(2, rank, backend=BACKEND, group_name="gradients")               # or in each actor
     col.allreduce(array, "gradients")                                                         # in the actors
 
-Ray needs the registration in the driver and in every actor. An actor that receives :data:`BACKEND`, as an argument or
-as a global of its class, imports this module by that. With the plain text ``"UNICOLL"`` each actor has to import it.
+Ray needs the registration in the driver and in every actor. An actor that receives :data:`BACKEND`,
+as an argument or as a global of its class, imports this module by that. With the plain text
+``"UNICOLL"`` each actor has to import it.
 
-A group is a job of :func:`unicoll.join`: an actor can be in several, and no default group is used. Arrays are NumPy's,
-CuPy's and torch's, and the backend is chosen by their device. If an actor is killed, calls of the others raise
-RankLostError; once they have destroyed the group, a restarted actor can be in a new one of the same name.
+A group is a job of :func:`unicoll.join`: an actor can be in several, and no default group is used.
+Arrays are NumPy's, CuPy's and torch's, and the backend is chosen by their device. If an actor is
+killed, calls of the others raise RankLostError; once they have destroyed the group, a restarted
+actor can be in a new one of the same name.
 
-:class:`TorchConfig` is Ray Train's, for the backend ``unicoll`` of torch.distributed, with a new secret for each start
-of the workers.
+:class:`TorchConfig` is Ray Train's, for the backend ``unicoll`` of torch.distributed, with a new
+secret for each start of the workers.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import Backend, BroadcastOptions, ReduceOptions
 
 import unicoll
-from unicoll.bootstrap.rendezvous_protocol import StoreLocation, refuse_second_rank_0, refuse_to_join
+from unicoll.bootstrap.rendezvous_protocol import (
+    StoreLocation,
+    refuse_second_rank_0,
+    refuse_to_join,
+)
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, StoreTimeoutError
 from unicoll.group.process_group import ProcessGroup
 from unicoll.net.objects.received_json import from_store
@@ -69,7 +75,8 @@ class _WritableMemory:
 
 
 class _BackendName(str):
-    """The name of the backend; a process that unpickles it imports this module, which registers the backend."""
+    """The name of the backend; a process that unpickles it imports this module, which registers the
+    backend."""
 
     __slots__ = ()
 
@@ -88,18 +95,22 @@ _used: dict[str, _Record] = {}
 """The last record that this process has used, by key."""
 
 
-class UnicollGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
+# Ray has no types.
+class UnicollGroup(BaseGroup):  # type: ignore[misc]
     """A collective group of Ray over a job of unicoll; Ray makes it, in each actor of the group.
 
-    Results are written in place, also to an array that Ray has passed to the actor, which NumPy marks as read-only:
-    then the object in Ray's store changes, for all who read it. Pass a copy if others do.
+    Results are written in place, also to an array that Ray has passed to the actor, which NumPy
+    marks as read-only: then the object in Ray's store changes, for all who read it. Pass a copy if
+    others do.
 
-    The methods take lists, as Ray's functions pass them, with the one array of this rank. Of their options,
-    ``timeout_ms`` bounds a call; else the limit is 30 minutes.
+    The methods take lists, as Ray's functions pass them, with the one array of this rank. Of their
+    options, ``timeout_ms`` bounds a call; else the limit is 30 minutes.
 
     Raises:
-        RankLostError: an actor of the group has died or has left; ``rank`` is its rank. The group is of no further use.
-        DistArgumentError: several arrays of one rank (Ray's functions ``*_multigpu``), or arrays that do not fit.
+        RankLostError: an actor of the group has died or has left; ``rank`` is its rank. The group
+            is of no further use.
+        DistArgumentError: several arrays of one rank (Ray's functions ``*_multigpu``), or arrays
+            that do not fit.
         CollectiveMismatchError, OperationTimeoutError: as for :class:`unicoll.ProcessGroup`.
     """
 
@@ -115,7 +126,8 @@ class UnicollGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
         try:
             self._group, self._store = _join(world_size, rank, group_name)
         except DistArgumentError as error:
-            raise DistBackendError(str(error)) from error  # to Ray a ValueError says that there is no group
+            # To Ray a ValueError says that there is no group.
+            raise DistBackendError(str(error)) from error
 
     @classmethod
     def backend(cls) -> str:
@@ -134,7 +146,9 @@ class UnicollGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any = None) -> None:
         with _outputs(_one(tensor)) as (array,):
-            self._group.all_reduce(array, _reduction(allreduce_options), timeout=_timeout(allreduce_options))
+            self._group.all_reduce(
+                array, _reduction(allreduce_options), timeout=_timeout(allreduce_options)
+            )
 
     def barrier(self, barrier_options: Any = None) -> None:
         self._group.barrier(timeout=_timeout(barrier_options))
@@ -142,7 +156,9 @@ class UnicollGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
     def reduce(self, tensor: list[Any], reduce_options: Any = None) -> None:
         options = reduce_options or ReduceOptions()
         with _outputs(_one(tensor), written=options.root_rank == self.rank) as (array,):
-            self._group.reduce(array, options.root_rank, _reduction(options), timeout=_timeout(options))
+            self._group.reduce(
+                array, options.root_rank, _reduction(options), timeout=_timeout(options)
+            )
 
     def allgather(
         self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = None
@@ -174,14 +190,14 @@ class UnicollGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
             self._group.recv(part, recv_options.src_rank, timeout=_timeout(recv_options))
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def _one(arrays: list[Any]) -> Any:
     if len(arrays) != 1:
         raise DistArgumentError(
-            f"{len(arrays)} arrays were passed for one rank: a rank of the backend {BACKEND} has one device; make an"
-            " actor for each device"
+            f"{len(arrays)} arrays were passed for one rank: a rank of the backend {BACKEND} has"
+            " one device; make an actor for each device"
         )
     return arrays[0]
 
@@ -197,8 +213,8 @@ def _refuse_device(index: int) -> None:
 def _outputs(*arrays: Any, written: bool = True) -> Iterator[list[Any]]:
     """Arrays for the results; if ``written`` is False the call only reads them.
 
-    Those that Ray has passed to this actor are copied before the call, and written to after it: other actors of the
-    node may have the same memory in the same call.
+    Those that Ray has passed to this actor are copied before the call, and written to after it:
+    other actors of the node may have the same memory in the same call.
     """
     used = [array.copy() if written and _is_rays(array) else array for array in arrays]
     yield used
@@ -226,13 +242,18 @@ def _first(array: Any, count: int) -> Any:
     flat = array.reshape(-1)
     if not contiguous or count > len(flat):
         raise DistArgumentError(
-            f"n_elements={count}: the array must be contiguous, and have so many elements; it has {len(flat)}"
+            f"n_elements={count}: the array must be contiguous, and have so many elements; it has"
+            f" {len(flat)}"
         )
     return flat[:count]
 
 
 def _reduction(options: Any) -> Any:
-    return unicoll.ReduceOp.SUM if options is None else getattr(unicoll.ReduceOp, options.reduceOp.name)
+    return (
+        unicoll.ReduceOp.SUM
+        if options is None
+        else getattr(unicoll.ReduceOp, options.reduceOp.name)
+    )
 
 
 def _timeout(options: Any) -> timedelta | None:
@@ -242,7 +263,7 @@ def _timeout(options: Any) -> timedelta | None:
     return None if limit == _UNSET else limit
 
 
-# --- joining ------------------------------------------------------------------------------------------------------
+# --- joining --------------------------------------------------------------------------------------
 
 
 class _Record(NamedTuple):
@@ -256,9 +277,10 @@ class _Record(NamedTuple):
 def _join(world_size: int, rank: int, group_name: str) -> tuple[ProcessGroup, TCPStore]:
     """Join a group: its job, and the store that has to be closed after it.
 
-    Rank 0 serves a store of its own for each group, with a new secret, and publishes both under a key of the group's
-    name and of Ray's job in Ray's key-value store, until all ranks have joined. The record of a group that rank 0 could
-    not finish names a server that has ended or does not have the record's secret, so the others wait for the next one.
+    Rank 0 serves a store of its own for each group, with a new secret, and publishes both under a
+    key of the group's name and of Ray's job in Ray's key-value store, until all ranks have joined.
+    The record of a group that rank 0 could not finish names a server that has ended or does not
+    have the record's secret, so the others wait for the next one.
     """
     key = f"{ray.get_runtime_context().get_job_id()}/{group_name}"
     name = _job_name(group_name)
@@ -273,7 +295,8 @@ def _join(world_size: int, rank: int, group_name: str) -> tuple[ProcessGroup, TC
             replaced = False
             if rank != 0 and isinstance(error, DistError):
                 with suppress(Exception):
-                    replaced = _read(key) not in (None, record)  # rank 0 has begun another group meanwhile
+                    # Rank 0 has begun another group meanwhile.
+                    replaced = _read(key) not in (None, record)
                     if not replaced:
                         _refuse(store, name, record, rank, error)
             store.close(linger=not replaced)
@@ -297,12 +320,15 @@ def _job_name(group_name: str) -> str:
 def _serve(key: str, name: str) -> tuple[TCPStore, _Record]:
     host = ray.util.get_node_ip_address()
     secret = new_key_text()
-    bind = host if interfaces.is_local_address(host) else None  # else all interfaces
+    # Else all interfaces.
+    bind = host if interfaces.is_local_address(host) else None
     store = TCPStore(host, 0, is_master=True, secret=given_secret(secret), bind=bind)
     try:
         record = _Record(host, store.port, secret)
         # The value of another process stays, and the result is True.
-        while internal_kv._internal_kv_put(key, json.dumps(record), overwrite=False, namespace=_KEYS):
+        while internal_kv._internal_kv_put(
+            key, json.dumps(record), overwrite=False, namespace=_KEYS
+        ):
             if (other := _read(key)) is not None:
                 if other != _used.get(key):
                     _refuse_if_alive(other, name)
@@ -314,10 +340,13 @@ def _serve(key: str, name: str) -> tuple[TCPStore, _Record]:
 
 
 def _refuse_if_alive(other: _Record, name: str) -> None:
-    """Raise DistStoreError, there and here, if the rank 0 that has published a record waits for the others."""
+    """Raise DistStoreError, there and here, if the rank 0 that has published a record waits for the
+    others."""
     try:
         socket.create_connection((other.host, other.port), _PROBE_S).close()
-        store = TCPStore(other.host, other.port, timeout=_PROBE_S, secret=given_secret(other.secret))
+        store = TCPStore(
+            other.host, other.port, timeout=_PROBE_S, secret=given_secret(other.secret)
+        )
     except (DistError, OSError):
         return
     with closing(store):
@@ -326,7 +355,8 @@ def _refuse_if_alive(other: _Record, name: str) -> None:
 
 
 def _connect(key: str, rank: int, group_name: str) -> tuple[TCPStore, _Record]:
-    """Connect to rank 0's store, with a record that this process has not used: it may not be removed yet."""
+    """Connect to rank 0's store, with a record that this process has not used: it may not be
+    removed yet."""
     last_error: Exception | None = None
     deadline = time.monotonic() + _JOIN_S
     pauses, timeouts = backoff(0.01, 0.2), backoff(_PROBE_S, 15.0, 1.5)
@@ -346,15 +376,17 @@ def _connect(key: str, rank: int, group_name: str) -> tuple[TCPStore, _Record]:
         if time.monotonic() >= deadline:
             found = f"the last record gave: {last_error}" if last_error else "there was none"
             raise StoreTimeoutError(
-                f"rank {rank} of the group {group_name!r} waited {_JOIN_S:g} s for rank 0's record in Ray's key-value"
-                f" store; {found}. Is the actor with rank 0 alive, of the same Ray job, and has it made the group?",
+                f"rank {rank} of the group {group_name!r} waited {_JOIN_S:g} s for rank 0's record"
+                f" in Ray's key-value store; {found}. Is the actor with rank 0 alive, of the same"
+                " Ray job, and has it made the group?",
                 rank=0,
             )
         time.sleep(next(pauses))
 
 
 def _refuse(store: TCPStore, name: str, record: _Record, rank: int, error: DistError) -> None:
-    """Let rank 0 know that this rank cannot join, for example because a process that had this rank died while joining.
+    """Let rank 0 know that this rank cannot join, for example because a process that had this rank
+    died while joining.
 
     unicoll publishes only errors that come after the rendezvous.
     """
@@ -367,29 +399,34 @@ def _read(key: str) -> _Record | None:
     if text is None:
         return None
     host, port, secret = from_store(f"record of {key}", text, (str, int, str))
-    text = None  # a traceback with local variables does not show it
+    # A traceback with local variables does not show it.
+    text = None
     return _Record(host, port, KeyText(secret))
 
 
 def _remove(key: str, record: _Record) -> None:
-    """Remove rank 0's record, unless another process has rank 0 meanwhile. A record that stays does no harm."""
+    """Remove rank 0's record, unless another process has rank 0 meanwhile. A record that stays does
+    no harm."""
     try:
         if _read(key) == record:
             internal_kv._internal_kv_del(key, namespace=_KEYS)
-    except Exception as error:  # the key-value store's
+    except Exception as error:
+        # The key-value store's.
         log.warning("the record of a group in Ray's key-value store was not removed: %s", error)
 
 
-# --- registration -------------------------------------------------------------------------------------------------
+# --- registration ---------------------------------------------------------------------------------
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TorchConfig":  # Ray Train needs packages that collective groups do not need
+    # Ray Train needs packages that collective groups do not need.
+    if name == "TorchConfig":
         from unicoll.integrations.ray_train import TorchConfig
 
         return TorchConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-Backend.UNICOLL = BACKEND  # what Ray's functions pass to the actors; set before Ray would set a plain text
+# What Ray's functions pass to the actors; set before Ray would set a plain text.
+Backend.UNICOLL = BACKEND
 register_collective_backend(BACKEND, UnicollGroup)

@@ -13,13 +13,15 @@ from unicoll.net.wire.secret import KeyText, new_key_text
 
 def _prepare(secret: KeyText) -> None:
     os.environ["UNICOLL_SECRET"] = secret
-    import unicoll.torch_plugin  # noqa: F401  # the backend's names, also where torch loads no entry points
+    # The backend's names, also where torch loads no entry points.
+    import unicoll.torch_plugin  # noqa: F401
 
 
 _TorchBackend: Any = ray.train.torch.TorchConfig().backend_cls
 
 
-class _SecretBackend(_TorchBackend):  # type: ignore[misc]  # Ray has no types
+# Ray has no types.
+class _SecretBackend(_TorchBackend):  # type: ignore[misc]
     """Ray's backend for torch, whose workers have a new secret each time that they are started."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
@@ -28,14 +30,17 @@ class _SecretBackend(_TorchBackend):  # type: ignore[misc]  # Ray has no types
 
 
 @dataclass
-class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]  # Ray has no types
-    """Ray Train's ``TorchConfig`` for a backend of unicoll: ``TorchTrainer(..., torch_config=TorchConfig())``.
+# Ray has no types.
+class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
+    """Ray Train's ``TorchConfig`` for a backend of unicoll: ``TorchTrainer(...,
+    torch_config=TorchConfig())``.
 
-    Ray's own ``TorchConfig(backend="unicoll")`` works, too, but any process that can reach rank 0 can join the job:
-    this one gives each worker a secret in UNICOLL_SECRET.
+    Ray's own ``TorchConfig(backend="unicoll")`` works, too, but any process that can reach rank 0
+    can join the job: this one gives each worker a secret in UNICOLL_SECRET.
 
     Args:
-        backend: a backend of unicoll in torch.distributed: ``unicoll``, ``unicoll-gloo``, ``unicoll-nccl`` ...
+        backend: a backend of unicoll in torch.distributed: ``unicoll``, ``unicoll-gloo``,
+            ``unicoll-nccl`` ...
         init_method, timeout_s: as for Ray's.
     """
 

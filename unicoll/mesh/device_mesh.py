@@ -1,8 +1,9 @@
-"""DeviceMesh: the ranks of a job as an n-dimensional grid, with a process group along every dimension.
+"""DeviceMesh: the ranks of a job as an n-dimensional grid, with a process group along every
+dimension.
 
-Names, arguments and results are torch.distributed's. A mesh and its slices share the flat array of ranks of the mesh
-that they were sliced from (the root); each dimension is an axis, which gives sizes and strides in this array (see
-:mod:`unicoll.mesh.layout`).
+Names, arguments and results are torch.distributed's. A mesh and its slices share the flat array of
+ranks of the mesh that they were sliced from (the root); each dimension is an axis, which gives
+sizes and strides in this array (see :mod:`unicoll.mesh.layout`).
 """
 
 from __future__ import annotations
@@ -73,20 +74,22 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: Mapping[int | str, Any] | None = None,
 ) -> DeviceMesh:
-    """A mesh of ranks 0, 1, 2... in row-major order; all ranks of the job call this with the same arguments.
+    """A mesh of ranks 0, 1, 2... in row-major order; all ranks of the job call this with the same
+    arguments.
 
     Initialises the default process group (from the environment) if there is none yet.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"xpu"``, without an index.
-        mesh_shape: size of each dimension. Their product is at most the world size; if it is smaller, the other ranks
-            are not part of the mesh.
+        mesh_shape: size of each dimension. Their product is at most the world size; if it is
+            smaller, the other ranks are not part of the mesh.
         mesh_dim_names: a distinct name for each dimension.
-        backend_override: backends of single dimensions, by index or name: a backend's name, its options, or a pair
-            of both.
+        backend_override: backends of single dimensions, by index or name: a backend's name, its
+            options, or a pair of both.
 
     Raises:
-        DistArgumentError: sizes, names and overrides contradict each other, or the mesh exceeds the world.
+        DistArgumentError: sizes, names and overrides contradict each other, or the mesh exceeds the
+            world.
         DistError: as :func:`unicoll.init_process_group` and :func:`unicoll.new_group`.
 
     Example::
@@ -98,7 +101,8 @@ def init_device_mesh(
     def arguments() -> _Arguments:
         if not device_type.isalpha():
             raise DistArgumentError(
-                f"device_type {device_type!r}: a device type without an index is needed, such as 'cpu' or 'cuda'"
+                f"device_type {device_type!r}: a device type without an index is needed, such as"
+                " 'cpu' or 'cuda'"
             )
         shape = tuple(mesh_shape)
         if any(not hasattr(size, "__index__") or size < 1 for size in shape):
@@ -141,7 +145,8 @@ def _groups_along(
     names: tuple[str, ...] | None,
     configs: Sequence[Override] | None,
 ) -> list[list[subgroups.Listed]]:
-    """The groups along each axis, which all ranks make in this order; none along one that is the default group's."""
+    """The groups along each axis, which all ranks make in this order; none along one that is the
+    default group's."""
     rows = []
     for dim, axis in enumerate(axes):
         desc = f"mesh_{names[dim] if names else f'dim_{dim}'}"
@@ -153,7 +158,8 @@ def _groups_along(
 
 
 def _select_device(device_type: str) -> None:
-    """Make the device of this process's local rank the current one, if the thread has none (torch's rule)."""
+    """Make the device of this process's local rank the current one, if the thread has none (torch's
+    rule)."""
     # Programs on CPUs do not need it.
     from unicoll.devices import runtimes
 
@@ -165,28 +171,30 @@ def _select_device(device_type: str) -> None:
         return
     runtime = runtimes.runtime(device_type)
     count = runtime.device_count()
-    if runtime.current_device() < 0 and (local < count or count == 1):  # one: the launcher shows each its own
+    # One: the launcher shows each its own.
+    if runtime.current_device() < 0 and (local < count or count == 1):
         runtime.set_device(min(local, count - 1))
 
 
 class DeviceMesh:
     """An n-dimensional grid of ranks.
 
-    All ranks of the job create it with the same arguments, also those that are not part of it. Groups are created for
-    one dimension after the other, in an order that is equal on all ranks.
+    All ranks of the job create it with the same arguments, also those that are not part of it.
+    Groups are created for one dimension after the other, in an order that is equal on all ranks.
 
     Args:
-        device_type: ``"cpu"``, ``"cuda"`` or ``"xpu"``. If this thread has no current device of the type yet, that of
-            the launcher's local rank becomes it.
+        device_type: ``"cpu"``, ``"cuda"`` or ``"xpu"``. If this thread has no current device of the
+            type yet, that of the launcher's local rank becomes it.
         mesh: array (or nested lists) of distinct global ranks.
         mesh_dim_names: a distinct name for each dimension of ``mesh``.
-        backend_override: per dimension a pair of a backend's name and its options, each or both None.
+        backend_override: per dimension a pair of a backend's name and its options, each or both
+            None.
         _init_backend: False creates no groups: the mesh then has only a layout.
         _rank: this process's global rank; None takes it from the default group.
 
     Raises:
-        DistArgumentError, DistTypeError: ``mesh`` does not hold distinct ranks of the world, or names and
-            overrides do not fit its dimensions.
+        DistArgumentError, DistTypeError: ``mesh`` does not hold distinct ranks of the world, or
+            names and overrides do not fit its dimensions.
         DistError: as :func:`unicoll.init_process_group` and :func:`unicoll.new_group`.
     """
 
@@ -205,7 +213,8 @@ class DeviceMesh:
             names = checked_names(mesh_dim_names, ranks.ndim, "mesh")
             if backend_override is not None and len(backend_override) != ranks.ndim:
                 raise DistArgumentError(
-                    f"backend_override has {len(backend_override)} entries for {ranks.ndim} dimensions"
+                    f"backend_override has {len(backend_override)} entries for {ranks.ndim}"
+                    " dimensions"
                 )
             return _Arguments(ranks, names, backend_override)
 
@@ -253,7 +262,8 @@ class DeviceMesh:
         self._rank = rank
         self._root = self if root is None else root
         self._positions = _slice_with(rank, ranks, slice_positions(axes, ranks.size))
-        self._flattened: dict[str, DeviceMesh] = {}  # by name; the root's holds those of all its slices
+        # By name; the root's holds those of all its slices.
+        self._flattened: dict[str, DeviceMesh] = {}
 
     def _derive(self, axes: tuple[Axis, ...], names: tuple[str, ...]) -> DeviceMesh:
         """A mesh with other axes over the root's ranks; without groups."""
@@ -262,17 +272,22 @@ class DeviceMesh:
         mesh._groups = None
         return mesh
 
-    def _make_groups(self, configs: Sequence[Override] | None, made: list[str]) -> tuple[ProcessGroup, ...]:
+    def _make_groups(
+        self, configs: Sequence[Override] | None, made: list[str]
+    ) -> tuple[ProcessGroup, ...]:
         """This rank's group along each axis; the names of all of them are added to ``made``."""
         rows = _groups_along(self._ranks, self._axes, self._names, configs)
         groups = iter(subgroups.make_listed("DeviceMesh", None, [*chain.from_iterable(rows)], made))
         mine = []
         for row in rows:
-            along = {rank: group for one, group in zip(row, groups, strict=False) for rank in one.ranks}
+            along = {
+                rank: group for one, group in zip(row, groups, strict=False) for rank in one.ranks
+            }
             mine.append(along.get(self._rank) if row else world.resolve(None))
         return tuple(group for group in mine if group is not None)
 
-    # Layout ---------------------------------------------------------------------------------------------
+    # Layout
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def device_type(self) -> str:
@@ -296,7 +311,8 @@ class DeviceMesh:
 
     @property
     def mesh(self) -> RankArray:
-        """Global ranks, an int64 array of :attr:`shape`; for a slice, those of the slice with this rank.
+        """Global ranks, an int64 array of :attr:`shape`; for a slice, those of the slice with this
+        rank.
 
         Raises:
             DistArgumentError: this is a slice, and this rank is not part of the mesh.
@@ -335,17 +351,21 @@ class DeviceMesh:
             raise DimensionError(f"there is no dimension {mesh_dim!r} in {self!r}")
         return range(self.ndim)[mesh_dim]
 
-    def shift(self, mesh_dim: int | str, displacement: int = 1, *, periodic: bool = False) -> tuple[int, int]:
-        """The neighbours of this rank along a dimension, for :func:`unicoll.sendrecv` (MPI_Cart_shift).
+    def shift(
+        self, mesh_dim: int | str, displacement: int = 1, *, periodic: bool = False
+    ) -> tuple[int, int]:
+        """The neighbours of this rank along a dimension, for :func:`unicoll.sendrecv`
+        (MPI_Cart_shift).
 
         Args:
             mesh_dim: index or name.
             displacement: how far the data moves; negative in the direction of smaller coordinates.
-            periodic: True if the last rank of the dimension is followed by the first. A dimension of size 1 then
-                gives this rank itself.
+            periodic: True if the last rank of the dimension is followed by the first. A dimension
+                of size 1 then gives this rank itself.
 
         Returns:
-            The global rank that this one receives from, and the one that it sends to; NO_RANK beyond the edge.
+            The global rank that this one receives from, and the one that it sends to; NO_RANK
+            beyond the edge.
 
         Raises:
             DistArgumentError: there is no such dimension, or this rank is not part of the mesh.
@@ -355,7 +375,9 @@ class DeviceMesh:
             raise DistArgumentError(
                 f"rank {self._rank} is not part of {self!r}, so it has no neighbours in it"
             )
-        return self._at(here, axis, -displacement, periodic), self._at(here, axis, displacement, periodic)
+        return self._at(here, axis, -displacement, periodic), self._at(
+            here, axis, displacement, periodic
+        )
 
     def _at(self, here: tuple[int, ...], axis: int, displacement: int, periodic: bool) -> int:
         """The rank at some distance from a coordinate."""
@@ -366,16 +388,19 @@ class DeviceMesh:
             return NO_RANK
         return int(self.mesh[here[:axis] + (place,) + here[axis + 1 :]])
 
-    # Groups ---------------------------------------------------------------------------------------------
+    # Groups
+    # ---------------------------------------------------------------------------------------------
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """This rank's process group along a dimension.
 
         Args:
-            mesh_dim: index or name, also the name of a flattened mesh; not needed if there is one dimension.
+            mesh_dim: index or name, also the name of a flattened mesh; not needed if there is one
+                dimension.
 
         Raises:
-            DistArgumentError: there is no such dimension, or ``mesh_dim`` is None and there are several.
+            DistArgumentError: there is no such dimension, or ``mesh_dim`` is None and there are
+                several.
             DistError: this rank is not part of the mesh, or the mesh was created without groups.
         """
         if mesh_dim is None:
@@ -391,7 +416,8 @@ class DeviceMesh:
         return list(self._members_groups())
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This process's rank in its group along a dimension; arguments and errors as :meth:`get_group`."""
+        """This process's rank in its group along a dimension; arguments and errors as
+        :meth:`get_group`."""
         return self.get_group(mesh_dim).rank()
 
     def _members_groups(self) -> tuple[ProcessGroup, ...]:
@@ -419,7 +445,8 @@ class DeviceMesh:
         """A mesh over existing groups.
 
         Args:
-            group: one group for a mesh of one dimension, or a list with this rank's group along each.
+            group: one group for a mesh of one dimension, or a list with this rank's group along
+                each.
             device_type: ``"cpu"``, ``"cuda"`` or ``"xpu"``.
             mesh: global ranks; needed with a list of groups; None takes those of the group.
             mesh_dim_names: a distinct name for each dimension; needed with a list of groups.
@@ -435,7 +462,9 @@ class DeviceMesh:
             raise DistArgumentError("from_group: a list of groups needs mesh and mesh_dim_names")
         ranks = list(groups[0].ranks) if mesh is None else as_ranks(mesh).tolist()
         if not several and ranks != list(groups[0].ranks):
-            raise DistArgumentError(f"from_group: mesh {ranks} is not the group's ranks {groups[0].ranks}")
+            raise DistArgumentError(
+                f"from_group: mesh {ranks} is not the group's ranks {groups[0].ranks}"
+            )
         result = DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)
         if result.ndim != len(groups):
             raise DistArgumentError(
@@ -444,21 +473,26 @@ class DeviceMesh:
         result._groups = groups
         return result
 
-    # Slices and flattened dimensions --------------------------------------------------------------------
+    # Slices and flattened dimensions
+    # --------------------------------------------------------------------
 
     def __getitem__(self, mesh_dim_names: str | Sequence[str]) -> DeviceMesh:
-        """The mesh of the named dimensions, at this rank's coordinates in the others; it shares their groups.
+        """The mesh of the named dimensions, at this rank's coordinates in the others; it shares
+        their groups.
 
         Args:
-            mesh_dim_names: one name or several, in the order of this mesh. On a mesh that is not a slice, also the
-                names of flattened meshes.
+            mesh_dim_names: one name or several, in the order of this mesh. On a mesh that is not a
+                slice, also the names of flattened meshes.
 
         Raises:
-            DistArgumentError: an unknown name (also a KeyError), another order, or dimensions that overlap.
+            DistArgumentError: an unknown name (also a KeyError), another order, or dimensions that
+                overlap.
         """
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         if self._names is None:
-            raise DistArgumentError(f"{self!r} cannot be sliced: it was made without mesh_dim_names")
+            raise DistArgumentError(
+                f"{self!r} cannot be sliced: it was made without mesh_dim_names"
+            )
         if names == self._names:
             return self
         sources = [self._source_of(name, names) for name in names]
@@ -480,13 +514,15 @@ class DeviceMesh:
         raise DimensionError(f"mesh_dim_names {names}: {name!r} is not one of {valid}")
 
     def flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
-        """A mesh of one dimension with the same ranks, and a new group; all ranks of the job call this.
+        """A mesh of one dimension with the same ranks, and a new group; all ranks of the job call
+        this.
 
-        For example ``mesh["dp", "cp"].flatten("dp_cp")``. The same name returns the same mesh, also as
-        ``mesh["dp_cp"]`` and ``mesh.get_group("dp_cp")``.
+        For example ``mesh["dp", "cp"].flatten("dp_cp")``. The same name returns the same mesh, also
+        as ``mesh["dp_cp"]`` and ``mesh.get_group("dp_cp")``.
 
         Args:
-            mesh_dim_name: name of the new dimension; None joins the names of the dimensions by ``_``.
+            mesh_dim_name: name of the new dimension; None joins the names of the dimensions by
+                ``_``.
             backend_override: the group's backend: its name, its options, or a pair of both.
 
         Raises:
@@ -500,7 +536,9 @@ class DeviceMesh:
             self._fail_flattened(mesh_dim_name, backend_override, made, e)
             raise
 
-    def _flatten_to(self, mesh_dim_name: str | None, backend_override: Any, made: list[str]) -> DeviceMesh:
+    def _flatten_to(
+        self, mesh_dim_name: str | None, backend_override: Any, made: list[str]
+    ) -> DeviceMesh:
         name, flat = self._flat(mesh_dim_name)
         if flat is self or self._root._flattened.get(name) is flat:
             return flat
@@ -510,34 +548,48 @@ class DeviceMesh:
         return flat
 
     def _flat(self, mesh_dim_name: str | None) -> tuple[str, DeviceMesh]:
-        """The mesh that :meth:`flatten` returns, and its name; without groups if it has not been made."""
+        """The mesh that :meth:`flatten` returns, and its name; without groups if it has not been
+        made."""
         if self._names is None:
-            raise DistArgumentError(f"{self!r} cannot be flattened: it was made without mesh_dim_names")
+            raise DistArgumentError(
+                f"{self!r} cannot be flattened: it was made without mesh_dim_names"
+            )
         name = mesh_dim_name or "_".join(self._names)
         if self.ndim == 1 and name in self._names:
             return name, self
         root = self._root
         if name in (root._names or ()):
-            raise DistArgumentError(f"mesh_dim_name {name!r} is taken: it is a dimension of {root!r}")
+            raise DistArgumentError(
+                f"mesh_dim_name {name!r} is taken: it is a dimension of {root!r}"
+            )
         axis = merged([pair for axis in self._axes for pair in axis])
         known = root._flattened.get(name)
         if known is None:
             return name, self._derive((axis,), (name,))
         if known._axes != (axis,):
-            raise DistArgumentError(f"mesh_dim_name {name!r} is taken by another flattened mesh, {known!r}")
+            raise DistArgumentError(
+                f"mesh_dim_name {name!r} is taken by another flattened mesh, {known!r}"
+            )
         return name, known
 
     def _fail_flattened(
-        self, mesh_dim_name: str | None, backend_override: Any, made: list[str], cause: BaseException
+        self,
+        mesh_dim_name: str | None,
+        backend_override: Any,
+        made: list[str],
+        cause: BaseException,
     ) -> None:
-        """Fail the group of :meth:`flatten` after an exception that is no refusal; keep the mesh, as others do."""
+        """Fail the group of :meth:`flatten` after an exception that is no refusal; keep the mesh,
+        as others do."""
         if not leaves_doubt(cause) or self._groups is None:
             return
-        with suppress(Exception):  # of wrong arguments, which the other ranks refuse, too
+        # Of wrong arguments, which the other ranks refuse, too.
+        with suppress(Exception):
             name, flat = self._flat(mesh_dim_name)
             known = self._root._flattened.setdefault(name, flat)
             if flat is self or (known is flat and flat._groups is not None):
-                return  # nothing was made
+                # Nothing was made.
+                return
             configs = [override(backend_override)]
 
             def listed() -> list[subgroups.Listed]:
@@ -545,16 +597,21 @@ class DeviceMesh:
 
             subgroups.fail_listed("DeviceMesh", None, listed, made, cause)
 
-    _flatten = flatten  # torch's spelling
+    # Torch's spelling.
+    _flatten = flatten
 
-    # Object protocol ------------------------------------------------------------------------------------
+    # Object protocol
+    # ------------------------------------------------------------------------------------
 
     def __enter__(self) -> DeviceMesh:
         _active.meshes.append(self)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         _active.meshes.pop()
 
@@ -569,12 +626,15 @@ class DeviceMesh:
 
     def __repr__(self) -> str:
         if self._names:
-            sizes = ", ".join(f"{name}={size}" for name, size in zip(self._names, self.shape, strict=True))
+            sizes = ", ".join(
+                f"{name}={size}" for name, size in zip(self._names, self.shape, strict=True)
+            )
             sizes = f"({sizes})"
         else:
             sizes = str(self.shape)
         strides = tuple(
-            axis[0][1] if len(axis) == 1 else tuple(stride for _, stride in axis) for axis in self._axes
+            axis[0][1] if len(axis) == 1 else tuple(stride for _, stride in axis)
+            for axis in self._axes
         )
         detail = ""
         if get_debug_level() is DebugLevel.DETAIL and self._positions is not None:
@@ -588,8 +648,8 @@ def _check_world(ranks: RankArray) -> None:
     size = world.get_world_size()
     if ranks.size > size:
         raise DistArgumentError(
-            f"a mesh of shape {ranks.shape} should not be bigger than the world: {ranks.size} ranks, "
-            f"world size {size}"
+            f"a mesh of shape {ranks.shape} should not be bigger than the world: {ranks.size}"
+            f" ranks, world size {size}"
         )
     if ranks.max() >= size:
         raise DistArgumentError(f"mesh holds rank {ranks.max()}, the world's are 0 to {size - 1}")

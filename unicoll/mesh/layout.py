@@ -1,7 +1,9 @@
-"""The arithmetic of :mod:`unicoll.mesh.device_mesh`: axes over a flat array of ranks; checks of the arguments.
+"""The arithmetic of :mod:`unicoll.mesh.device_mesh`: axes over a flat array of ranks; checks of the
+arguments.
 
-An axis is a sequence of (size, stride), the outermost first. Most dimensions have one pair; a dimension that was
-flattened from several that are not contiguous has several, and a dimension of size 1 has none.
+An axis is a sequence of (size, stride), the outermost first. Most dimensions have one pair; a
+dimension that was flattened from several that are not contiguous has several, and a dimension of
+size 1 has none.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import numpy.typing as npt
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 
 Axis = tuple[tuple[int, int], ...]
-Override = tuple[Any, Any]  # backend name or None, backend options or None
+# Backend name or None, backend options or None.
+Override = tuple[Any, Any]
 RankArray = npt.NDArray[np.int64]
 Positions = npt.NDArray[np.intp]
 
@@ -25,7 +28,8 @@ Positions = npt.NDArray[np.intp]
 class DimensionError(DistArgumentError, KeyError, IndexError):
     """There is no such dimension; torch raises KeyError for names and IndexError for numbers."""
 
-    __str__ = DistError.__str__  # KeyError would show the message quoted
+    # KeyError would show the message quoted.
+    __str__ = DistError.__str__
 
 
 def merged(pairs: Iterable[tuple[int, int]]) -> Axis:
@@ -47,9 +51,12 @@ def length(axis: Axis) -> int:
 
 
 def slice_positions(axes: Sequence[Axis], total: int) -> Positions:
-    """The positions of all slices with these axes in a root of ``total`` ranks: one row per slice."""
+    """The positions of all slices with these axes in a root of ``total`` ranks: one row per
+    slice."""
     pairs = [pair for axis in axes for pair in axis]
-    first = np.array([sum(steps) for steps in product(*(range(0, n * s, s) for n, s in pairs))], np.intp)
+    first = np.array(
+        [sum(steps) for steps in product(*(range(0, n * s, s) for n, s in pairs))], np.intp
+    )
     free = np.ones(total, bool)
     rows = []
     for start in range(total):
@@ -73,7 +80,8 @@ def as_ranks(mesh: Any) -> RankArray:
     """``mesh`` (array, tensor, nested lists) as an int64 array of distinct ranks from 0 on."""
     if mesh is None:
         raise DistTypeError("mesh is needed: an array or nested lists of global ranks")
-    if hasattr(mesh, "detach"):  # a torch tensor, perhaps on a GPU
+    # A torch tensor, perhaps on a GPU.
+    if hasattr(mesh, "detach"):
         mesh = mesh.detach().cpu()
     try:
         array = np.asarray(mesh.get() if hasattr(mesh, "get") else mesh)
@@ -88,13 +96,16 @@ def as_ranks(mesh: Any) -> RankArray:
 
 
 def checked_names(names: Sequence[str] | None, ndim: int, what: str) -> tuple[str, ...] | None:
-    """Dimension names as a tuple: one for each of ``ndim`` dimensions of ``what``, distinct; or None."""
+    """Dimension names as a tuple: one for each of ``ndim`` dimensions of ``what``, distinct; or
+    None."""
     if not names:
         return None
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise DistTypeError(f"mesh_dim_names must be a tuple of names, got {names!r}")
     if len(names) != ndim:
-        raise DistArgumentError(f"mesh_dim_names {tuple(names)} should name the {ndim} dimensions of {what}")
+        raise DistArgumentError(
+            f"mesh_dim_names {tuple(names)} should name the {ndim} dimensions of {what}"
+        )
     if len(set(names)) != len(names):
         raise DistArgumentError(f"mesh_dim_names {tuple(names)} must be distinct")
     return tuple(names)
@@ -153,8 +164,8 @@ def dims_create(size: int, dims: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _balanced(size: int, count: int, least: int = 1) -> tuple[int, ...]:
-    """``count`` factors of ``size`` that do not increase, each at least ``least``, of which the first is the smallest
-    possible; () if there are none."""
+    """``count`` factors of ``size`` that do not increase, each at least ``least``, of which the
+    first is the smallest possible; () if there are none."""
     if count <= 1:
         return (size,) * count if size >= least else ()
     found: tuple[int, ...] = ()

@@ -1,5 +1,6 @@
-"""How processes meet: connections, the values on them, stores, and the control plane. Nothing here knows an array.
+"""How processes meet: connections, the values on them, stores, and the control plane. Nothing here
+knows an array.
 
-``wire/`` decides who may talk, and has the one server; ``objects/`` reads what others have written; ``stores/`` and
-``control/`` are built on both. Start with ``wire/authenticated_server.py``.
+``wire/`` decides who may talk, and has the one server; ``objects/`` reads what others have written;
+``stores/`` and ``control/`` are built on both. Start with ``wire/authenticated_server.py``.
 """

@@ -1,7 +1,8 @@
 """Data-parallel training: samplers, gradient averaging and parameter synchronisation.
 
-Arrays are those of NumPy, CuPy and torch, and contiguous ones in host memory that the collectives take from other
-libraries: with DLPack, of registered families, memoryviews. NumPy arrays over their memory take their place.
+Arrays are those of NumPy, CuPy and torch, and contiguous ones in host memory that the collectives
+take from other libraries: with DLPack, of registered families, memoryviews. NumPy arrays over their
+memory take their place.
 
 ``DistributedDataParallel`` is torch's class over unicoll groups; accessing it imports torch.
 """

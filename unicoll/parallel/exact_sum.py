@@ -1,4 +1,5 @@
-"""Exact sums of arrays that a rank adds up one after another, as the gradients of micro-batches, and of all ranks."""
+"""Exact sums of arrays that a rank adds up one after another, as the gradients of micro-batches,
+and of all ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ Array = Any
 class ExactSum:
     """The sum of arrays of several ranks and steps as real numbers, rounded once.
 
-    Its bits do not depend on the order of the arrays, nor on which rank adds which of them: eight micro-batches of one
-    rank and one of each of eight ranks give the same sum. :mod:`unicoll.arrays.exact_arithmetic` has the definition,
-    which is that of ``ReduceOp.EXACT_SUM``, and the sources::
+    Its bits do not depend on the order of the arrays, nor on which rank adds which of them: eight
+    micro-batches of one rank and one of each of eight ranks give the same sum.
+    :mod:`unicoll.arrays.exact_arithmetic` has the definition, which is that of
+    ``ReduceOp.EXACT_SUM``, and the sources::
 
         gradients = unicoll.ExactSum(parameters)
         for batch in micro_batches:
@@ -39,12 +41,14 @@ class ExactSum:
             parameter -= rate / number_of_micro_batches * gradient
         gradients.reset()
 
-    It holds 8 bytes for each element, and 16 if the sum of an element does not fit into float64; from the first
-    :meth:`all_reduce` on about twice as much, and the result. Not for use from several threads at once.
+    It holds 8 bytes for each element, and 16 if the sum of an element does not fit into float64;
+    from the first :meth:`all_reduce` on about twice as much, and the result. Not for use from
+    several threads at once.
 
     Args:
-        like: an array, or a list or dict of arrays, in host memory: those that are added have the same shapes and
-            element type, one of float16, bfloat16, float32, float64, complex64 and complex128. They are not read.
+        like: an array, or a list or dict of arrays, in host memory: those that are added have the
+            same shapes and element type, one of float16, bfloat16, float32, float64, complex64 and
+            complex128. They are not read.
 
     Raises:
         DistTypeError: another element type, several types, or an array on a device.
@@ -84,8 +88,8 @@ class ExactSum:
         """Add arrays like those of the constructor.
 
         Raises:
-            DistArgumentError: other shapes, names or another element type; or :meth:`all_reduce` has been called, and
-                :meth:`reset` has not.
+            DistArgumentError: other shapes, names or another element type; or :meth:`all_reduce`
+                has been called, and :meth:`reset` has not.
             DistTypeError: not arrays in host memory.
         """
         self._refuse_after_all_reduce("add")
@@ -94,15 +98,16 @@ class ExactSum:
         self._quietly(self._sum.add, flats[0] if len(flats) == 1 else np.concatenate(flats))
 
     def all_reduce(self, group: ProcessGroup | None = None, *, timeout: Timeout = None) -> None:
-        """Make it the sum over all ranks of a group; all of them call it, also those that have added nothing.
+        """Make it the sum over all ranks of a group; all of them call it, also those that have
+        added nothing.
 
         Args:
             group: None means the default group. Outside the group: a warning, and nothing changes.
             timeout: of each of its collectives (timedelta, or seconds); None takes the group's.
 
         Raises:
-            DistArgumentError: the ranks' arrays differ in size or element type; raised on all of them. Or it has been
-                called, and :meth:`reset` has not.
+            DistArgumentError: the ranks' arrays differ in size or element type; raised on all of
+                them. Or it has been called, and :meth:`reset` has not.
             DistError: as the collectives raise. The sum of this rank is unchanged.
         """
         pg = world.resolve(group)
@@ -141,13 +146,17 @@ class ExactSum:
                 f"ExactSum.{method}: all_reduce() has ended this sum; reset() begins another one"
             )
 
-    # --- the ranks ----------------------------------------------------------------------------------------------
+    # --- the ranks --------------------------------------------------------------------------------
 
     def _reduce(self, group: ProcessGroup, timeout: Timeout) -> Flat:
         """Every rank adds a part of the arrays of all, and the ranks exchange the parts."""
         size, rank, local = group.size(), group.rank(), self._sum
-        rest = np.array([(i, value) for i, values in local.rest.items() for value in values]).reshape(-1)
-        own = np.array([self._count, self._dtype.code, local.missing is not None, rest.size], np.int64)
+        rest = np.array(
+            [(i, value) for i, values in local.rest.items() for value in values]
+        ).reshape(-1)
+        own = np.array(
+            [self._count, self._dtype.code, local.missing is not None, rest.size], np.int64
+        )
         table = np.empty((size, own.size), np.int64)
         group.all_gather_into_tensor(table, own, timeout=timeout)
         self._compare(group, table)
@@ -163,7 +172,9 @@ class ExactSum:
 
         parts = [*exchanged(local.total, "totals")]
         if table[:, 2].any():
-            missing = exchanged(np.zeros(self._count) if local.missing is None else local.missing, "missing")
+            missing = exchanged(
+                np.zeros(self._count) if local.missing is None else local.missing, "missing"
+            )
             parts.extend(np.negative(missing, out=missing))
         others: dict[int, list[float]] = {}
         if table[:, 3].any():
@@ -183,10 +194,12 @@ class ExactSum:
         differ = np.flatnonzero((table[:, :2] != table[0, :2]).any(axis=1))
         if differ.size:
             names = {dtype.code: dtype.name for dtype in ALL_DTYPES}
-            texts = [f"{table[rank, 0]} numbers of {names[table[rank, 1]]}" for rank in (0, differ[0])]
+            texts = [
+                f"{table[rank, 0]} numbers of {names[table[rank, 1]]}" for rank in (0, differ[0])
+            ]
             raise DistArgumentError(
-                f"ExactSum.all_reduce: ranks 0 and {differ[0]} of group {group.name!r} have different arrays:"
-                f" {texts[0]}, {texts[1]}"
+                f"ExactSum.all_reduce: ranks 0 and {differ[0]} of group {group.name!r} have"
+                f" different arrays: {texts[0]}, {texts[1]}"
             )
 
     def _memory(self, name: str, count: int, dtype: Any = np.float64) -> Flat:
@@ -196,23 +209,28 @@ class ExactSum:
             found = self._kept[name] = np.empty(count, dtype)
         return found
 
-    # --- the arrays ---------------------------------------------------------------------------------------------
+    # --- the arrays -------------------------------------------------------------------------------
 
     def _summation(self) -> Summation:
         return Summation(self._number, self._half, from_float64=True)
 
     def _buffers(self, what: str, arrays: Any) -> list[Buffer]:
-        """The buffers of arrays, those of a dict in the order of its sorted names, which is equal on all ranks."""
+        """The buffers of arrays, those of a dict in the order of its sorted names, which is equal
+        on all ranks."""
         listed = arrays if isinstance(arrays, list | tuple) else [arrays]
         if isinstance(self._like, Mapping):
             if not isinstance(arrays, Mapping) or arrays.keys() != self._like.keys():
                 got = sorted(arrays) if isinstance(arrays, Mapping) else type(arrays).__name__
-                raise DistArgumentError(f"{what}: expected a dict of {sorted(self._like)}, got {got}")
+                raise DistArgumentError(
+                    f"{what}: expected a dict of {sorted(self._like)}, got {got}"
+                )
             listed = [arrays[name] for name in sorted(arrays)]
         found = [as_buffer(array, f"{what}: array") for array in listed]
         for buffer in found:
             if buffer.flat is None:
-                raise DistTypeError(f"{what}: expected an array in host memory, got one on {buffer.device}")
+                raise DistTypeError(
+                    f"{what}: expected an array in host memory, got one on {buffer.device}"
+                )
         return found
 
     def _checked(self, what: str, arrays: Any, writes: bool = False) -> list[Buffer]:
@@ -236,7 +254,11 @@ class ExactSum:
         like = self._like
         if isinstance(like, Mapping):
             return {name: _new_like(array) for name, array in like.items()}
-        return [_new_like(array) for array in like] if isinstance(like, list | tuple) else _new_like(like)
+        return (
+            [_new_like(array) for array in like]
+            if isinstance(like, list | tuple)
+            else _new_like(like)
+        )
 
 
 def _new_like(array: Any) -> Any:

@@ -53,7 +53,8 @@ class Kind(NamedTuple):
 
 
 def of_known_library(array: Any) -> Any:
-    """The array itself if NumPy, CuPy or torch made it; else a NumPy array over its memory, which is in host memory.
+    """The array itself if NumPy, CuPy or torch made it; else a NumPy array over its memory, which
+    is in host memory.
 
     Raises:
         DistTypeError: it is no array, or is on a device, or of a type that NumPy lacks.
@@ -65,17 +66,21 @@ def of_known_library(array: Any) -> Any:
     buffer = as_buffer(array)
     if buffer.flat is None or not buffer.dtype.native:
         raise DistTypeError(
-            f"expected an array of NumPy, CuPy or torch, or in host memory and of a type that NumPy has, got {name}"
+            "expected an array of NumPy, CuPy or torch, or in host memory and of a type that NumPy"
+            f" has, got {name}"
         )
     if buffer.unpack is not None:
-        raise DistArgumentError(f"{name}: its memory is not contiguous; make a contiguous one first")
+        raise DistArgumentError(
+            f"{name}: its memory is not contiguous; make a contiguous one first"
+        )
     view = buffer.flat.reshape(buffer.shape)
     view.flags.writeable = view.flags.writeable and buffer.writable
     return view
 
 
 def kind_of(array: Any) -> Kind:
-    """The array's kind; NumPy's scalars count as arrays of shape (). DistTypeError if it is not an array."""
+    """The array's kind; NumPy's scalars count as arrays of shape (). DistTypeError if it is not an
+    array."""
     family = _family(array)
     if family == "numpy":
         return Kind(family, "cpu", array.dtype)
@@ -102,16 +107,19 @@ def _family(array: Any) -> str | None:
 
 
 def element_type(kind: Kind) -> DType:
-    """The element type of a kind; DistTypeError if no collective supports it, or if its bytes are not its values."""
+    """The element type of a kind; DistTypeError if no collective supports it, or if its bytes are
+    not its values."""
     found = BY_NAME.get(str(kind.dtype).removeprefix("torch."))
-    if found is None or found.name in QUANTIZED:  # another rank's scale may differ
+    # Another rank's scale may differ.
+    if found is None or found.name in QUANTIZED:
         reason = "" if found is None else ": their scale and zero point are not in their memory"
         raise DistTypeError(f"arrays of {kind} cannot be communicated{reason}")
     return found
 
 
 def named(arrays: Arrays) -> tuple[list[str], list[Any]]:
-    """Names and arrays, in order, with :func:`of_known_library`; those of a sequence are called ``#0``, ``#1``...
+    """Names and arrays, in order, with :func:`of_known_library`; those of a sequence are called
+    ``#0``, ``#1``...
 
     Raises:
         DistTypeError, DistArgumentError: as that function, with the name.
@@ -171,14 +179,16 @@ def bucket_like(group: Any, array: Any, count: int) -> Any:
 
 
 def host_bytes(array: Any) -> npt.NDArray[np.uint8]:
-    """The elements' bytes in C order, in host memory; shares memory with a contiguous array on the CPU."""
+    """The elements' bytes in C order, in host memory; shares memory with a contiguous array on the
+    CPU."""
     kind = kind_of(array)
     if kind.family == "torch":
         array = array.detach().cpu()
     else:
         array = array.get() if kind.family == "cupy" else np.asarray(array)
     flat = as_buffer(array).flat
-    assert flat is not None  # it is on the CPU by now
+    # It is on the CPU by now.
+    assert flat is not None
     return flat.view(np.uint8)
 
 
@@ -206,7 +216,8 @@ def plan_buckets(
         cap: maximum bytes of each further bucket. A larger array has its own bucket.
 
     Returns:
-        The buckets, each a list of indices, in the order in which they are complete if arrays arrive in ``order``.
+        The buckets, each a list of indices, in the order in which they are complete if arrays
+        arrive in ``order``.
     """
     filling: dict[Hashable, tuple[list[int], int]] = {}
     limits: dict[Hashable, int] = {}
@@ -237,12 +248,14 @@ def parts(flat: Any, shapes: Iterable[Sequence[int]]) -> list[Any]:
 
 
 class Packer:
-    """Arrays of one kind and a flat array for their communication; a single contiguous array is used without a copy."""
+    """Arrays of one kind and a flat array for their communication; a single contiguous array is
+    used without a copy."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         arrays = [without_history(a) for a in arrays]
         first = arrays[0]
-        self._copied: list[tuple[Any, Any]] = []  # arrays, and their parts of the flat array
+        # Arrays, and their parts of the flat array.
+        self._copied: list[tuple[Any, Any]] = []
         if len(arrays) == 1 and is_contiguous(first):
             self.flat = first.reshape(-1)
         else:
@@ -270,16 +283,21 @@ def _copyable(array: Any) -> Any:
 
 def is_contiguous(array: Any) -> bool:
     """True if the elements are in C order without gaps."""
-    return bool(array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous)
+    return bool(
+        array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+    )
 
 
 def check_writable(name: str, array: Any) -> None:
-    """Raise DistArgumentError for a read-only array, DistTypeError if it is not an array of a supported dtype."""
+    """Raise DistArgumentError for a read-only array, DistTypeError if it is not an array of a
+    supported dtype."""
     try:
         element_type(kind_of(array))
     except DistTypeError as e:
         raise DistTypeError(f"{name}: {e}") from None
     if isinstance(array, np.generic):
-        raise DistTypeError(f"{name} is a NumPy scalar, not an array; results cannot be written to it")
+        raise DistTypeError(
+            f"{name} is a NumPy scalar, not an array; results cannot be written to it"
+        )
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         raise DistArgumentError(f"{name} is read-only; results cannot be written to it")

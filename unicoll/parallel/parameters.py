@@ -33,7 +33,8 @@ def broadcast_parameters(parameters: Arrays, src: int = 0, group: Any = None) ->
     """Overwrite every rank's arrays with those of one rank; small arrays share a message.
 
     Args:
-        parameters: arrays, as a sequence or a mapping; the same order, shapes and dtypes on every rank.
+        parameters: arrays, as a sequence or a mapping; the same order, shapes and dtypes on every
+            rank.
         src: the global rank of the source.
         group: the process group; the default group when None.
 
@@ -53,10 +54,12 @@ def broadcast_parameters(parameters: Arrays, src: int = 0, group: Any = None) ->
 def average_gradients(gradients: Arrays, group: Any = None) -> None:
     """Replace every array by its average over the ranks, in place; small arrays share a message.
 
-    For training loops that communicate after the backward pass; :class:`GradientBuckets` overlaps the two.
+    For training loops that communicate after the backward pass; :class:`GradientBuckets` overlaps
+    the two.
 
     Args:
-        gradients: arrays, as a sequence or a mapping; the same order, shapes and dtypes on every rank.
+        gradients: arrays, as a sequence or a mapping; the same order, shapes and dtypes on every
+            rank.
         group: the process group; the default group when None.
 
     Raises:
@@ -94,9 +97,9 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
         The common digest, as :func:`parameters_digest` returns it.
 
     Raises:
-        DistError: the arrays differ; raised on all ranks. The message names the ranks whose arrays differ from the
-            most common ones (the lowest rank's, in case of a tie), and the arrays that differ; ``rank`` is the first
-            such rank.
+        DistError: the arrays differ; raised on all ranks. The message names the ranks whose arrays
+            differ from the most common ones (the lowest rank's, in case of a tie), and the arrays
+            that differ; ``rank`` is the first such rank.
         NotInitializedError: no group is given, and there is no default group.
     """
     members = member(group, "check_identical")
@@ -110,12 +113,17 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
     common = Counter(answers).most_common(1)[0][0]
     deviating = [r for r, answer in enumerate(answers) if answer != common]
     if len({answer[DIGEST_BYTES:] for answer in answers}) > 1:
-        counts = ", ".join(str(int.from_bytes(answer[DIGEST_BYTES:], "little")) for answer in answers)
+        counts = ", ".join(
+            str(int.from_bytes(answer[DIGEST_BYTES:], "little")) for answer in answers
+        )
         what = f"they have different numbers of arrays ({counts}, by rank)"
     else:
-        each = b"".join(arrays_digest([name], [array]) for name, array in zip(names, arrays, strict=True))
+        each = b"".join(
+            arrays_digest([name], [array]) for name, array in zip(names, arrays, strict=True)
+        )
         rows = [
-            np.frombuffer(row, np.uint8).reshape(-1, DIGEST_BYTES) for row in _gather(members, each, like)
+            np.frombuffer(row, np.uint8).reshape(-1, DIGEST_BYTES)
+            for row in _gather(members, each, like)
         ]
         reference = rows[answers.index(common)]
         differs = np.any([(rows[r] != reference).any(axis=1) for r in deviating], axis=0)
@@ -153,7 +161,8 @@ def arrays_digest(names: Sequence[str], arrays: Sequence[Any]) -> bytes:
 
 
 def _gather(group: Any, data: bytes, like: Any) -> list[bytes]:
-    """The bytes of each rank, equally many, communicated on the device of ``like``, which the group supports."""
+    """The bytes of each rank, equally many, communicated on the device of ``like``, which the group
+    supports."""
     size = group.size()
     own: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8).copy()
     everyone = byte_array(np.empty(size * len(data), np.uint8), like)

@@ -64,12 +64,13 @@ def recover(
     pg_options: Any = None,
     device_id: Any = None,
 ) -> ProcessGroup:
-    """Join the other ranks, at the start and after one was lost; returns the default group, with equal state on all.
+    """Join the other ranks, at the start and after one was lost; returns the default group, with
+    equal state on all.
 
-    Every process calls it at its start, in place of :func:`init_process_group`, and after an error of the default
-    group, such as RankLostError. It returns when all ranks have called it: those that were in the group, and the
-    processes that the launcher (``unirun --replace``) has started in place of those that ended. Then each has the rank
-    that the launcher gave it::
+    Every process calls it at its start, in place of :func:`init_process_group`, and after an error
+    of the default group, such as RankLostError. It returns when all ranks have called it: those
+    that were in the group, and the processes that the launcher (``unirun --replace``) has started
+    in place of those that ended. Then each has the rank that the launcher gave it::
 
         state = {"step": 0, "weights": weights}
         group = unicoll.recover(state)
@@ -83,33 +84,39 @@ def recover(
             state["weights"] -= rate * gradients
             state["step"] += 1
 
-    All ranks should have the same ``state``. A new process gets that of a rank which was in the group. Where those
-    differ in the number of steps, because the last step ended on some ranks only, all get the newest. So change the
-    state after the last collective of a step. Each received array is compared with its SHA-256 digest.
+    All ranks should have the same ``state``. A new process gets that of a rank which was in the
+    group. Where those differ in the number of steps, because the last step ended on some ranks
+    only, all get the newest. So change the state after the last collective of a step. Each received
+    array is compared with its SHA-256 digest.
 
-    The replaced default group is destroyed, as are the other groups with a rank that was lost; calls in them raise. The
-    other groups, and the ranks' processes, stay as they are. If another rank dies meanwhile, the ranks meet again.
+    The replaced default group is destroyed, as are the other groups with a rank that was lost;
+    calls in them raise. The other groups, and the ranks' processes, stay as they are. If another
+    rank dies meanwhile, the ranks meet again.
 
     Args:
-        state: a dict of arrays, plain values, and dicts, lists and tuples of these; changed in place. Arrays of the
-            same dtype and shape are overwritten, others are replaced: by tensors on the current device of the sender's
-            type, by arrays of CuPy, and else by NumPy arrays. A bytearray, and what else has only the buffer protocol,
-            is a plain value; a memoryview is an array. Arrays of other libraries have to be contiguous.
+        state: a dict of arrays, plain values, and dicts, lists and tuples of these; changed in
+            place. Arrays of the same dtype and shape are overwritten, others are replaced: by
+            tensors on the current device of the sender's type, by arrays of CuPy, and else by NumPy
+            arrays. A bytearray, and what else has only the buffer protocol, is a plain value; a
+            memoryview is an array. Arrays of other libraries have to be contiguous.
         step: number of steps that ``state`` has; None takes ``state["step"]``, or 0 without it.
-        min_size: with fewer ranks than the launcher started, but at least this number, the group is made of those
-            that have come when ``wait`` is over. Their ranks are consecutive, in the order of the launcher's. None: all
-            are needed.
+        min_size: with fewer ranks than the launcher started, but at least this number, the group is
+            made of those that have come when ``wait`` is over. Their ranks are consecutive, in the
+            order of the launcher's. None: all are needed.
         wait: how long to wait for all ranks, timedelta or seconds; None is 5 minutes.
         backend, init_method, timeout, world_size, rank, store, pg_options, device_id: as for
-            :func:`init_process_group`, and equal on all ranks, also on new ones. The store must outlive the lost rank,
-            or be found again by the process in its place: the launcher's, a given one, or rank 0's at a fixed port.
+            :func:`init_process_group`, and equal on all ranks, also on new ones. The store must
+            outlive the lost rank, or be found again by the process in its place: the launcher's, a
+            given one, or rank 0's at a fixed port.
 
     Raises:
-        OperationTimeoutError: not all ranks, or less than ``min_size``, came in time; names the missing.
+        OperationTimeoutError: not all ranks, or less than ``min_size``, came in time; names the
+            missing.
         RankLostError: a rank has ended its program without an error, and will not come.
-        DistError: ranks that were in the group have different states with the same number of steps; or no rank has a
-            complete state any more.
-        DistArgumentError, DistTypeError: an argument is wrong; or this job's store ended with the lost rank.
+        DistError: ranks that were in the group have different states with the same number of steps;
+            or no rank has a complete state any more.
+        DistArgumentError, DistTypeError: an argument is wrong; or this job's store ended with the
+            lost rank.
         BackendUnavailableError, AuthenticationError, DistStoreError, DistNetworkError: as for
             :func:`init_process_group`.
     """
@@ -125,8 +132,8 @@ def recover(
     old = world.current("recover") if world.is_initialized() else None
     if old is not None and _is_of_torch(old.default):
         raise DistArgumentError(
-            "recover: torch.distributed.init_process_group has made the default group: call its destroy_process_group"
-            " first, and recover() in place of both"
+            "recover: torch.distributed.init_process_group has made the default group: call its"
+            " destroy_process_group first, and recover() in place of both"
         )
     join.apply_environment()
 
@@ -136,7 +143,8 @@ def recover(
     settings = _GroupSettings(backend, operations_s, pg_options, device_id)
     recovery = _Recovery(find_members, settings, own_state, step, old is not None)
     if find_members().location.found_again and not _is_fake(backend, old):
-        if old is not None and old.default in old.groups:  # else an earlier call has ended it
+        # Else an earlier call has ended it.
+        if old is not None and old.default in old.groups:
             join.end_group(old, old.default, f"rank {old.rank} calls recover()")
         job = recovery.run(world.seconds(wait, init.RENDEZVOUS_S), min_size)
     elif old is None:
@@ -146,8 +154,9 @@ def recover(
         recovery.share(job)
     else:
         raise DistArgumentError(
-            "recover: the store of this job does not outlive its ranks: start it by `unirun --replace`, or pass store="
-            " or init_method='tcp://host:port'; shrink_group makes a group of the remaining ranks"
+            "recover: the store of this job does not outlive its ranks: start it by `unirun"
+            " --replace`, or pass store= or init_method='tcp://host:port'; shrink_group makes a"
+            " group of the remaining ranks"
         )
     _replace_default_group(old, job)
     return job.default  # type: ignore[no-any-return]
@@ -203,7 +212,9 @@ class _Recovery:
             try:
                 root = found.location.open(found.rank, found.world_size, deadline)
                 end = max(deadline, time.monotonic() + _JOIN_S) if late else deadline
-                formed = form_round(found, root, self._record(found.rank), self.last_round, end, min_size)
+                formed = form_round(
+                    found, root, self._record(found.rank), self.last_round, end, min_size
+                )
                 _Recovery.last_round = formed.number
                 senders = _senders(formed.members)
                 job = self._join(formed)
@@ -211,8 +222,12 @@ class _Recovery:
                 return job
             except _AGAIN as error:
                 late += time.monotonic() > deadline
-                too_few = formed is None and isinstance(error, (OperationTimeoutError, RankLostError))
-                refused = isinstance(error, AuthenticationError) and not isinstance(error, NoAnswerError)
+                too_few = formed is None and isinstance(
+                    error, (OperationTimeoutError, RankLostError)
+                )
+                refused = isinstance(error, AuthenticationError) and not isinstance(
+                    error, NoAnswerError
+                )
                 if too_few or refused or late > _LATE_ROUNDS:
                     raise
                 if formed is not None:
@@ -271,7 +286,8 @@ class _Recovery:
             for receiver, sender in senders.items():
                 if sender == job.rank:
                     self._state.send(job.default, receiver)
-            job.default.barrier()  # else a rank could end its program while others still need it
+            # Else a rank could end its program while others still need it.
+            job.default.barrier()
             self._is_member = True
         except BaseException as error:
             join.leave(job, error)
@@ -285,7 +301,8 @@ def _senders(members: Sequence[Member]) -> dict[int, int]:
     old = [rank for rank in complete if members[rank].is_member]
     if not complete:
         raise DistError(
-            "recover: no rank has a complete state: the last one died while it sent its own", op="recover"
+            "recover: no rank has a complete state: the last one died while it sent its own",
+            op="recover",
         )
     newest = max(members[rank].step for rank in old or complete)
     having = [rank for rank in old or complete if members[rank].step == newest]
@@ -293,8 +310,9 @@ def _senders(members: Sequence[Member]) -> dict[int, int]:
     if old and same != having:
         others = ranks_text(rank for rank in having if rank not in same)
         raise DistError(
-            f"recover: the states of {ranks_text(same)} and {others} differ after {newest} steps: all ranks need the"
-            " same arrays in their state, changed only after the last collective of a step, and the number of steps",
+            f"recover: the states of {ranks_text(same)} and {others} differ after {newest} steps:"
+            " all ranks need the same arrays in their state, changed only after the last"
+            " collective of a step, and the number of steps",
             op="recover",
         )
     receivers = [rank for rank in range(len(members)) if rank not in same]
@@ -313,11 +331,12 @@ def _is_fake(backend: str | None, old: Job | None) -> bool:
     return backend is not None and backend_choice.is_fake(backend_choice.choose(backend))
 
 
-# --- the replaced group ---------------------------------------------------------------------------------------------
+# --- the replaced group ---------------------------------------------------------------------------
 
 
 def _replace_default_group(old: Job | None, new: Job) -> None:
-    """Make the group of a new job the default group, and leave the jobs in which this process has no group any more."""
+    """Make the group of a new job the default group, and leave the jobs in which this process has
+    no group any more."""
     from unicoll.bootstrap import join
     from unicoll.group.call_hooks import add_to_job
 
@@ -328,7 +347,8 @@ def _replace_default_group(old: Job | None, new: Job) -> None:
     for job in [*_replaced]:
         for group in [*job.groups]:
             if job.control is not None and (
-                job.control.group_failure(group.name) or job.control.departed.keys() & {*group.ranks}
+                job.control.group_failure(group.name)
+                or job.control.departed.keys() & {*group.ranks}
             ):
                 job.groups.remove(group)
                 group.close(raise_failure=False)

@@ -21,14 +21,15 @@ _MOST_OF_RANDPERM = (2**32 - 1) // 20
 class DistributedSampler:
     """Splits the indices ``0 .. len(dataset) - 1`` evenly over the ranks, reshuffled every epoch.
 
-    Rank ``r`` of ``n`` gets every n-th index of a common order, starting with index ``r``. So that all ranks get
-    the same number, the order is first extended to ``total_size`` by repeating it from its start, or, with
-    ``drop_last``, shortened. All indices, shuffled ones too, are those of ``torch.utils.data.DistributedSampler``; it
-    can be the ``sampler=`` of torch's ``DataLoader``.
+    Rank ``r`` of ``n`` gets every n-th index of a common order, starting with index ``r``. So that
+    all ranks get the same number, the order is first extended to ``total_size`` by repeating it
+    from its start, or, with ``drop_last``, shortened. All indices, shuffled ones too, are those of
+    ``torch.utils.data.DistributedSampler``; it can be the ``sampler=`` of torch's ``DataLoader``.
 
-    The shuffled order depends only on ``seed + epoch`` and the data set's length: it is that of ``torch.randperm``,
-    which is used if torch has been imported. Otherwise the same one is made without torch, which takes longer; from
-    214,748,364 samples on torch is imported, because its algorithm is another one there.
+    The shuffled order depends only on ``seed + epoch`` and the data set's length: it is that of
+    ``torch.randperm``, which is used if torch has been imported. Otherwise the same one is made
+    without torch, which takes longer; from 214,748,364 samples on torch is imported, because its
+    algorithm is another one there.
 
     Attributes:
         num_samples: indices that each rank gets per epoch.
@@ -53,11 +54,12 @@ class DistributedSampler:
             rank: this process's rank among them; the rank in the default group when None.
             shuffle: if True, a new random order every epoch, else 0, 1, 2...
             seed: the same on every rank.
-            drop_last: if True, omit the last ``len(dataset) % num_replicas`` indices instead of repeating indices
-                from the start.
+            drop_last: if True, omit the last ``len(dataset) % num_replicas`` indices instead of
+                repeating indices from the start.
 
         Raises:
-            DistArgumentError: ``num_replicas`` is below 1, or ``rank`` is not in ``0 .. num_replicas - 1``.
+            DistArgumentError: ``num_replicas`` is below 1, or ``rank`` is not in ``0 ..
+                num_replicas - 1``.
             NotInitializedError: an argument is None, and there is no default group.
         """
         if num_replicas is None or rank is None:
@@ -91,7 +93,8 @@ class DistributedSampler:
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the order of the next iteration; call it before each epoch, with the same number on every rank.
+        """Set the order of the next iteration; call it before each epoch, with the same number on
+        every rank.
 
         Without it every epoch has the same order.
         """
@@ -108,18 +111,23 @@ class DistributedSampler:
                 return _randperm(count, seed)
             torch = import_module("torch")
         generator = torch.Generator().manual_seed(seed)
-        order: npt.NDArray[np.int64] = torch.randperm(count, generator=generator, device="cpu").numpy()
+        order: npt.NDArray[np.int64] = torch.randperm(
+            count, generator=generator, device="cpu"
+        ).numpy()
         return order
 
 
 def _randperm(count: int, seed: int) -> npt.NDArray[np.int64]:
-    """``torch.randperm`` on the CPU: a Fisher-Yates shuffle by numbers of MT19937, modulo the number of places left.
+    """``torch.randperm`` on the CPU: a Fisher-Yates shuffle by numbers of MT19937, modulo the
+    number of places left.
 
-    NumPy's ``RandomState``, whose stream never changes, seeds MT19937 as torch does, by the lowest 32 bits.
+    NumPy's ``RandomState``, whose stream never changes, seeds MT19937 as torch does, by the lowest
+    32 bits.
     """
     numbers = np.frombuffer(np.random.RandomState(seed % 2**32).bytes(4 * max(count - 1, 0)), "<u4")
     steps = numbers % np.arange(count, 1, -1, dtype=np.uint32)
-    order = array("q", range(count))  # a list would take five times the memory
+    # A list would take five times the memory.
+    order = array("q", range(count))
     for place, step in enumerate(steps.data):
         order[place], order[place + step] = order[place + step], order[place]
     return np.array(order, np.int64)

@@ -1,4 +1,5 @@
-"""The state of a training job, a nested dict of arrays and plain values: its digest, and its transfer to a rank."""
+"""The state of a training job, a nested dict of arrays and plain values: its digest, and its
+transfer to a rank."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from unicoll.api import p2p
 from unicoll.arrays.conversion import as_buffer, has_only_memory
 from unicoll.arrays.types import BY_NAME
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
-from unicoll.parallel.packing import element_type, is_contiguous, kind_of, of_known_library, without_history
+from unicoll.parallel.packing import (
+    element_type,
+    is_contiguous,
+    kind_of,
+    of_known_library,
+    without_history,
+)
 from unicoll.parallel.parameters import arrays_digest
 
 if TYPE_CHECKING:
@@ -45,8 +52,9 @@ class _Description(NamedTuple):
 class State:
     """A state dict of the user.
 
-    Its arrays are those in dicts, lists and tuples, at any depth; all other values are plain ones. Arrays are those of
-    NumPy, CuPy, torch and registered families, with DLPack, and memoryviews; not what has only the buffer protocol.
+    Its arrays are those in dicts, lists and tuples, at any depth; all other values are plain ones.
+    Arrays are those of NumPy, CuPy, torch and registered families, with DLPack, and memoryviews;
+    not what has only the buffer protocol.
 
     Args:
         state: the dict, which :meth:`receive` changes in place.
@@ -75,21 +83,26 @@ class State:
         return total.hexdigest()
 
     def send(self, group: ProcessGroup, dst: int) -> None:
-        """Send the state to member ``dst``, which calls :meth:`receive`; :meth:`digest` has been called."""
+        """Send the state to member ``dst``, which calls :meth:`receive`; :meth:`digest` has been
+        called."""
         arrays: dict[_Path, Any] = {}
         plain = _without_arrays(self._state, (), arrays)
-        described = [tuple(_described(path, array, self._digests[path])) for path, array in arrays.items()]
+        described = [
+            tuple(_described(path, array, self._digests[path])) for path, array in arrays.items()
+        ]
         p2p.send_object_list([plain, described], group.global_rank(dst), group)
         for array in arrays.values():
             group.send(without_history(of_known_library(array)), dst)
 
     def receive(self, group: ProcessGroup, src: int) -> None:
-        """Make the state that of member ``src``: arrays of the same dtype and shape are overwritten, others replaced.
+        """Make the state that of member ``src``: arrays of the same dtype and shape are
+        overwritten, others replaced.
 
         Keys that ``src`` does not have are removed.
 
         Raises:
-            DistError: a received array does not have the sender's digest; arrays are overwritten by then.
+            DistError: a received array does not have the sender's digest; arrays are overwritten by
+                then.
         """
         received: list[Any] = [None, None]
         p2p.recv_object_list(received, group.global_rank(src), group)
@@ -99,7 +112,9 @@ class State:
             wanted = _Description(*each)
             if wanted.family not in _FAMILIES:
                 raise DistError(
-                    f"recover: rank {src} sent an array of {wanted.family!r}", rank=src, op="recover"
+                    f"recover: rank {src} sent an array of {wanted.family!r}",
+                    rank=src,
+                    op="recover",
                 )
             array = own.get(wanted.path)
             if array is None or not _fits(of_known_library(array), wanted):
@@ -107,8 +122,8 @@ class State:
             group.recv(without_history(of_known_library(array)), src)
             if _digest_of(array) != wanted.digest:
                 raise DistError(
-                    f"recover: state{_text(wanted.path)} received from rank {src} does not have the digest of that"
-                    " rank's array",
+                    f"recover: state{_text(wanted.path)} received from rank {src} does not have the"
+                    " digest of that rank's array",
                     rank=src,
                     op="recover",
                 )
@@ -129,7 +144,8 @@ def _is_array(value: Any) -> bool:
         return True
     try:
         as_buffer(value)
-    except DistTypeError:  # it is refused with its place if it is an array
+    except DistTypeError:
+        # It is refused with its place if it is an array.
         return isinstance(value, memoryview) or hasattr(type(value), "__dlpack_device__")
     except DistArgumentError:
         return True
@@ -137,11 +153,14 @@ def _is_array(value: Any) -> bool:
 
 
 def _without_arrays(value: Any, path: _Path, arrays: dict[_Path, Any]) -> Any:
-    """A copy of dicts, lists and tuples in which None is in the place of each array; ``arrays`` gets the arrays."""
+    """A copy of dicts, lists and tuples in which None is in the place of each array; ``arrays``
+    gets the arrays."""
     if isinstance(value, Mapping):
         return {key: _without_arrays(each, (*path, key), arrays) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_without_arrays(each, (*path, i), arrays) for i, each in enumerate(value))
+        return type(value)(
+            _without_arrays(each, (*path, i), arrays) for i, each in enumerate(value)
+        )
     if _is_array(value):
         arrays[path] = value
         return None
@@ -155,7 +174,9 @@ def _fill(target: Any, plain: Any, path: _Path, arrays: Mapping[_Path, Any]) -> 
     if isinstance(plain, dict):
         if not isinstance(target, MutableMapping):
             target = {}
-        filled = {key: _fill(target.get(key), each, (*path, key), arrays) for key, each in plain.items()}
+        filled = {
+            key: _fill(target.get(key), each, (*path, key), arrays) for key, each in plain.items()
+        }
         for key in [key for key in target if key not in filled]:
             del target[key]
         target.update(filled)
@@ -163,7 +184,8 @@ def _fill(target: Any, plain: Any, path: _Path, arrays: Mapping[_Path, Any]) -> 
     if type(plain) in (list, tuple):
         old = target if type(target) in (list, tuple) else ()
         values = [
-            _fill(old[i] if i < len(old) else None, each, (*path, i), arrays) for i, each in enumerate(plain)
+            _fill(old[i] if i < len(old) else None, each, (*path, i), arrays)
+            for i, each in enumerate(plain)
         ]
         if type(plain) is tuple:
             return tuple(values)
@@ -188,17 +210,25 @@ def _fits(array: Any, wanted: _Description) -> bool:
         str(kind_of(array).dtype).removeprefix("torch.") == wanted.dtype
         and tuple(array.shape) == wanted.shape
     )
-    return same and is_contiguous(array) and not (isinstance(array, np.ndarray) and not array.flags.writeable)
+    return (
+        same
+        and is_contiguous(array)
+        and not (isinstance(array, np.ndarray) and not array.flags.writeable)
+    )
 
 
 def _new_array(wanted: _Description) -> Any:
     """An array of the sender's library, in host memory or on the current device."""
     library = importlib.import_module(wanted.family)
     if wanted.family == "torch":
-        return library.empty(wanted.shape, dtype=getattr(library, wanted.dtype), device=wanted.device)
+        return library.empty(
+            wanted.shape, dtype=getattr(library, wanted.dtype), device=wanted.device
+        )
     known = BY_NAME.get(wanted.dtype)
     if known is not None and not known.native:
-        return library.empty(wanted.shape, getattr(importlib.import_module("ml_dtypes"), wanted.dtype))
+        return library.empty(
+            wanted.shape, getattr(importlib.import_module("ml_dtypes"), wanted.dtype)
+        )
     return library.empty(wanted.shape, wanted.dtype)
 
 

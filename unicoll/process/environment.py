@@ -1,8 +1,9 @@
 """The environment variables of unicoll: all names, and the values of flags, choices and numbers.
 
-An unknown value is an error, never the default: ``UNICOLL_ALLOW_PICKLE=maybe`` must not allow pickles. Case and
-surrounding white space do not matter; an empty variable counts as unset. The other variables hold free text (secrets,
-paths, addresses, interfaces) and are checked where they are read.
+An unknown value is an error, never the default: ``UNICOLL_ALLOW_PICKLE=maybe`` must not allow
+pickles. Case and surrounding white space do not matter; an empty variable counts as unset. The
+other variables hold free text (secrets, paths, addresses, interfaces) and are checked where they
+are read.
 
 An unknown name causes a warning, not an error, since a newer launcher may set more variables.
 """
@@ -79,7 +80,8 @@ TEXTS = (
 OF_A_LAUNCHER = re.compile(
     "(LOCAL_|ROLE_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|UNICOLL_(JOINED|LAUNCHER|STORE)|TORCHELASTIC_.*"
 )
-"""Variables of a job of unicoll's launcher or torchrun, from which processes take their rank and its store."""
+"""Variables of a job of unicoll's launcher or torchrun, from which processes take their rank and
+its store."""
 
 _warned: set[str] = set()
 
@@ -108,17 +110,21 @@ def choice(name: str, environ: Environ | None = None) -> str:
 
 
 def debug_level(environ: Environ | None = None) -> str:
-    """``off``, ``info`` or ``detail``: the value of ``UNICOLL_DEBUG``, else of ``TORCH_DISTRIBUTED_DEBUG``.
+    """``off``, ``info`` or ``detail``: the value of ``UNICOLL_DEBUG``, else of
+    ``TORCH_DISTRIBUTED_DEBUG``.
 
     Raises:
         DistArgumentError: the value is not accepted.
     """
     ours = "UNICOLL_DEBUG"
-    return _one_of(ours if _text(ours, environ) else "TORCH_DISTRIBUTED_DEBUG", environ, *CHOICES[ours])
+    return _one_of(
+        ours if _text(ours, environ) else "TORCH_DISTRIBUTED_DEBUG", environ, *CHOICES[ours]
+    )
 
 
 def torch_log_level(environ: Environ | None = None) -> str:
-    """``info``, ``warning`` or ``error``: the value of ``TORCH_CPP_LOG_LEVEL``, or its number; "" if it is not set.
+    """``info``, ``warning`` or ``error``: the value of ``TORCH_CPP_LOG_LEVEL``, or its number; ""
+    if it is not set.
 
     Raises:
         DistArgumentError: the value is not accepted.
@@ -141,7 +147,9 @@ def number(name: str, environ: Environ | None = None) -> int:
     text = _text(name, environ)
     if not text:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and minimum <= int(text) <= maximum):
+    if not (
+        text.isascii() and text.isdigit() and len(text) < 20 and minimum <= int(text) <= maximum
+    ):
         raise _unknown(name, environ, f"is not a whole number from {minimum} to {maximum}")
     return int(text)
 
@@ -180,16 +188,22 @@ def check(environ: Environ | None = None) -> None:
 
 
 def unknown() -> dict[str, str | None]:
-    """The variables ``UNICOLL_...`` that unicoll does not have, each with the most similar known name.
+    """The variables ``UNICOLL_...`` that unicoll does not have, each with the most similar known
+    name.
 
     ``UNICOLL_TEST_...`` are left out: tests may have more of them.
     """
     known = {*FLAGS, *CHOICES, *NUMBERS, *TEXTS}
-    ours = {name for name in os.environ if name.startswith(_PREFIX) and not name.startswith(_TEST_PREFIX)}
+    ours = {
+        name
+        for name in os.environ
+        if name.startswith(_PREFIX) and not name.startswith(_TEST_PREFIX)
+    }
     names = sorted(ours - known)
     if not names:
         return {}
-    import difflib  # here: ``import unicoll`` loads this module, and few programs come this far
+    # Here: ``import unicoll`` loads this module, and few programs come this far.
+    import difflib
 
     endings = [other.removeprefix(_PREFIX) for other in known]
     found: dict[str, str | None] = {}

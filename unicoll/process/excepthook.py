@@ -1,13 +1,16 @@
-"""The hook for uncaught exceptions, and tracebacks in which consecutive frames inside unicoll are one line.
+"""The hook for uncaught exceptions, and tracebacks in which consecutive frames inside unicoll are
+one line.
 
     Traceback (most recent call last):
       File "train.py", line 6, in <module>
         dist.all_reduce(x)
       ... inside unicoll (UNICOLL_DEBUG=DETAIL shows these frames)
-    unicoll.errors.CollectiveMismatchError: the ranks of group 'world' are in different collectives: ...
+    unicoll.errors.CollectiveMismatchError: the ranks of group 'world' are in different collectives:
+        ...
 
-An Exception other than a DistError may be a bug of unicoll, so the frame that raised it is kept. The launcher's
-bootstrap loads this file by its path, in programs that may not use unicoll: it imports only the standard library.
+An Exception other than a DistError may be a bug of unicoll, so the frame that raised it is kept.
+The launcher's bootstrap loads this file by its path, in programs that may not use unicoll: it
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ def install(
     before: Callable[[BaseException], None] | None = None,
     after: Callable[[BaseException], None] | None = None,
 ) -> None:
-    """Add callbacks to ``sys.excepthook``, called with each uncaught exception ``before`` and ``after`` it is printed.
+    """Add callbacks to ``sys.excepthook``, called with each uncaught exception ``before`` and
+    ``after`` it is printed.
 
     The previous hook prints it; Python's own is replaced by :func:`show`, and that of threads by
     :func:`show_in_thread`, with no callback.
@@ -52,7 +56,8 @@ def install(
 
 
 def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-    """Print an exception like ``sys.__excepthook__``, with consecutive frames inside unicoll as one line."""
+    """Print an exception like ``sys.__excepthook__``, with consecutive frames inside unicoll as one
+    line."""
     text = _folded(kind, value, trace)
     if text is None:
         sys.__excepthook__(kind, value, trace)
@@ -65,7 +70,8 @@ def show(kind: type[BaseException], value: BaseException, trace: TracebackType |
 
 
 def show_in_thread(arguments: threading.ExceptHookArgs) -> None:
-    """Print an exception like ``threading.__excepthook__``, with frames inside unicoll as one line."""
+    """Print an exception like ``threading.__excepthook__``, with frames inside unicoll as one
+    line."""
     kind, value, trace, thread = arguments
     text = None
     if value is not None and kind is not SystemExit and sys.stderr is not None:
@@ -100,19 +106,22 @@ _of_futures: deque[weakref.ref[BaseException]] = deque(maxlen=64)
 
 
 def forget_frames(error: BaseException) -> None:
-    """Forget the frames of an error of unicoll that another library raises or shows; not at debug level DETAIL."""
+    """Forget the frames of an error of unicoll that another library raises or shows; not at debug
+    level DETAIL."""
     if not shows_all_frames():
         error.__traceback__ = None
 
 
 def for_future(error: BaseException) -> None:
-    """:func:`forget_frames` of a future's error, which torch's futures raise as a RuntimeError with its text."""
+    """:func:`forget_frames` of a future's error, which torch's futures raise as a RuntimeError with
+    its text."""
     _of_futures.append(weakref.ref(error))
     forget_frames(error)
 
 
 def origin(error: BaseException) -> BaseException:
-    """The error of an operation that a future of torch has raised as a RuntimeError; any other error itself."""
+    """The error of an operation that a future of torch has raised as a RuntimeError; any other
+    error itself."""
     if type(error) is not RuntimeError or not str(error).startswith(_IN_FUTURE):
         return error
     wrapped = [reference() for reference in list(_of_futures)]
@@ -121,16 +130,17 @@ def origin(error: BaseException) -> BaseException:
 
 _NO_TORCH_GROUP = "Default process group has not been initialized"
 _HINT = (
-    " (unicoll has one: use unicoll.parallel.DistributedDataParallel and unicoll.parallel.DistributedSampler in place"
-    " of torch's; or import unicoll.torch_plugin, and call torch.distributed.init_process_group('unicoll') in place of"
-    " unicoll.init_process_group)"
+    " (unicoll has one: use unicoll.parallel.DistributedDataParallel and"
+    " unicoll.parallel.DistributedSampler in place of torch's; or import unicoll.torch_plugin, and"
+    " call torch.distributed.init_process_group('unicoll') in place of unicoll.init_process_group)"
 )
 
 
 def _explain(value: BaseException) -> None:
     """Say in torch's error about a missing default group what to do; shorten that of a future."""
     if origin(value) is not value and not shows_all_frames():
-        value.args = (str(value).partition(_FRAMES)[0],)  # of the thread that has ended the future
+        # Of the thread that has ended the future.
+        value.args = (str(value).partition(_FRAMES)[0],)
     world = sys.modules.get("unicoll.api.world")
     if not isinstance(value, ValueError) or world is None or not world.is_initialized():
         return
@@ -139,8 +149,11 @@ def _explain(value: BaseException) -> None:
         value.args = (text + _HINT,)
 
 
-def _folded(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> str | None:
-    """The traceback with consecutive frames inside unicoll as one line; None if it has none, or all are shown."""
+def _folded(
+    kind: type[BaseException], value: BaseException, trace: TracebackType | None
+) -> str | None:
+    """The traceback with consecutive frames inside unicoll as one line; None if it has none, or all
+    are shown."""
     _explain(value)
     errors = sys.modules.get("unicoll.errors")
     if errors is None or shows_all_frames():
@@ -152,25 +165,30 @@ def _folded(kind: type[BaseException], value: BaseException, trace: TracebackTyp
 
 
 def shows_all_frames() -> bool:
-    """True at debug level DETAIL: the program's, or the environment's where none has been set; imports nothing.
+    """True at debug level DETAIL: the program's, or the environment's where none has been set;
+    imports nothing.
 
     ``TORCH_SHOW_CPP_STACKTRACES=1`` shows all frames, too.
     """
     if os.environ.get("TORCH_SHOW_CPP_STACKTRACES", "").strip() == "1":
         return True
-    levels, environment = (sys.modules.get(f"unicoll.net.{name}") for name in ("debug_level", "environment"))
+    levels, environment = (
+        sys.modules.get(f"unicoll.net.{name}") for name in ("debug_level", "environment")
+    )
     try:
         if levels is not None:
             return bool(levels.get_debug_level() == levels.DebugLevel.DETAIL)
         return environment is not None and bool(environment.debug_level() == "detail")
-    except ValueError:  # DistArgumentError: the environment variable has an unknown value
+    except ValueError:
+        # DistArgumentError: the environment variable has an unknown value.
         return False
 
 
 def _fold(
     exception: traceback.TracebackException, value: BaseException | None, inside: tuple[str, ...]
 ) -> bool:
-    """Shorten the traceback of an exception, its causes and the members of a group; False if none was shortened."""
+    """Shorten the traceback of an exception, its causes and the members of a group; False if none
+    was shortened."""
     errors = sys.modules["unicoll.errors"]
     stack = _Stack(exception.stack)
     stack.inside = inside
@@ -181,7 +199,9 @@ def _fold(
         other = getattr(exception, name)
         if other is not None:
             found |= _fold(other, getattr(value, name, None), inside)
-    others = zip(getattr(exception, "exceptions", None) or (), getattr(value, "exceptions", ()), strict=False)
+    others = zip(
+        getattr(exception, "exceptions", None) or (), getattr(value, "exceptions", ()), strict=False
+    )
     return any([found, *(_fold(other, member, inside) for other, member in others)])
 
 
@@ -193,7 +213,9 @@ class _Stack(traceback.StackSummary):
 
     def runs(self) -> list[tuple[bool, list[traceback.FrameSummary]]]:
         last = self[-1] if self and self.keeps_last else None
-        runs = groupby(self, lambda frame: frame is not last and frame.filename.startswith(self.inside))
+        runs = groupby(
+            self, lambda frame: frame is not last and frame.filename.startswith(self.inside)
+        )
         return [(folded, list(frames)) for folded, frames in runs]
 
     def format(self, **options: Any) -> list[str]:

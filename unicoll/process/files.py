@@ -1,7 +1,7 @@
 """Files in directories to which other users may write.
 
-There any name may be a link of another user, to a file or a directory of this one. Links are followed only where this
-user or root owns them.
+There any name may be a link of another user, to a file or a directory of this one. Links are
+followed only where this user or root owns them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _LINKS = 40
 def write_whole(path: str, data: bytes, mode: int = 0o600, directory: int | None = None) -> None:
     """Write a file: readers see its old content or the new one.
 
-    A device or a pipe that this user or root owns, and what a link of theirs leads to, is written in place; what
-    belongs to another user is replaced.
+    A device or a pipe that this user or root owns, and what a link of theirs leads to, is written
+    in place; what belongs to another user is replaced.
 
     Args:
-        directory: descriptor of the directory that a relative path starts from, in place of the working directory.
+        directory: descriptor of the directory that a relative path starts from, in place of the
+            working directory.
 
     Raises:
-        OSError: it cannot be written, and the old content is left as it was; a directory of the path is a link of
-            another user.
+        OSError: it cannot be written, and the old content is left as it was; a directory of the
+            path is a link of another user.
     """
     folder, name = _split(path, directory)
     try:
@@ -62,11 +63,11 @@ def _split(path: str, start: int | None) -> tuple[int, str]:
 
 
 def _follow(folder: int, name: str) -> tuple[str, os.stat_result | None, bool]:
-    """Follow the links of this user and root from a name in a directory; returns the last name, what it is, and if
-    there was a link.
+    """Follow the links of this user and root from a name in a directory; returns the last name,
+    what it is, and if there was a link.
 
-    The descriptor ``folder`` becomes that of the last name's directory. A link of another user, and one of /proc, is
-    not followed.
+    The descriptor ``folder`` becomes that of the last name's directory. A link of another user, and
+    one of /proc, is not followed.
     """
     for links in range(_LINKS):
         try:
@@ -89,7 +90,8 @@ def _follow(folder: int, name: str) -> tuple[str, os.stat_result | None, bool]:
 
 def _open_in_place(folder: int, name: str, found: os.stat_result) -> int:
     """A descriptor to write to what was ``found``; OSError if it was replaced since."""
-    if stat.S_ISLNK(found.st_mode):  # of /proc: what the file has was written by others
+    # Of /proc: what the file has was written by others.
+    if stat.S_ISLNK(found.st_mode):
         return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, dir_fd=folder)
     descriptor = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
@@ -105,7 +107,8 @@ def _open_in_place(folder: int, name: str, found: os.stat_result) -> int:
 
 
 def _is_of_proc(found: os.stat_result) -> bool:
-    """True for the links of /proc/self/fd, which lead to open files and have no path: /dev/stdout is a link to one."""
+    """True for the links of /proc/self/fd, which lead to open files and have no path: /dev/stdout
+    is a link to one."""
     with suppress(OSError):
         return found.st_dev == os.stat("/proc").st_dev
     return False
@@ -169,7 +172,8 @@ def open_directory(path: str, start: int | None = None, make: int = 0) -> int:
 
 
 def _open_part(name: str, folder: int | None) -> int:
-    """A descriptor of a directory or of what else has the name; a directory that is mounted when it is used is."""
+    """A descriptor of a directory or of what else has the name; a directory that is mounted when it
+    is used is."""
     flags = os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(name, flags | os.O_DIRECTORY, dir_fd=folder)
@@ -181,8 +185,8 @@ def open_own_directory(path: str) -> int:
     """A descriptor of a directory of this user or root; it is made if it is missing.
 
     Raises:
-        OSError: as :func:`open_directory`. It belongs to another user, or every user can replace files in it: all may
-            write to it, and it has no sticky bit.
+        OSError: as :func:`open_directory`. It belongs to another user, or every user can replace
+            files in it: all may write to it, and it has no sticky bit.
     """
     folder = open_directory(path, make=0o700)
     found = os.fstat(folder)
@@ -196,18 +200,22 @@ def open_own_directory(path: str) -> int:
 
 
 def temporary_directory() -> str:
-    """The directory for temporary files, of :mod:`tempfile`; OSError names TMPDIR if no file can be written to one."""
+    """The directory for temporary files, of :mod:`tempfile`; OSError names TMPDIR if no file can be
+    written to one."""
     import tempfile
 
     try:
         return tempfile.gettempdir()
     except FileNotFoundError as error:
-        text = f"{error.strerror}: set TMPDIR to a directory that can be written to and has space left"
+        text = (
+            f"{error.strerror}: set TMPDIR to a directory that can be written to and has space left"
+        )
         raise OSError(errno.ENOENT, text) from None
 
 
 def make_directory(prefix: str, folder: int) -> tuple[str, int]:
-    """Make a directory that only this user can use, with a random name after ``prefix``: its name and a descriptor.
+    """Make a directory that only this user can use, with a random name after ``prefix``: its name
+    and a descriptor.
 
     Args:
         folder: descriptor of the directory to make it in.

@@ -1,8 +1,8 @@
 """Closes the library's sockets in forked children.
 
-A child made by ``os.fork`` inherits every descriptor. With the connections open in a child, the other ranks would not
-see the death of the parent, which they detect by the connection's end. Every socket of the library is guarded: the
-child closes it immediately after the fork.
+A child made by ``os.fork`` inherits every descriptor. With the connections open in a child, the
+other ranks would not see the death of the parent, which they detect by the connection's end. Every
+socket of the library is guarded: the child closes it immediately after the fork.
 """
 
 from __future__ import annotations

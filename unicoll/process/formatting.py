@@ -33,7 +33,8 @@ def ranks_text(ranks: Iterable[int], last: str = ", ") -> str:
 
 
 def backend_text(name: str) -> str:
-    """A backend's name in reports: ``unicoll (gloo)`` for unicoll's CPU backend, as torch's Gloo is another one."""
+    """A backend's name in reports: ``unicoll (gloo)`` for unicoll's CPU backend, as torch's Gloo is
+    another one."""
     return f"unicoll ({name})" if name in ("gloo", "gloo-symmetric") else name
 
 
@@ -46,16 +47,23 @@ def signal_name(number: int) -> str:
 
 
 def command(verb: str) -> str:
-    """The command that this process was started with, for its own messages: ``unicoll VERB``, or a module's."""
-    return f"unicoll {verb}" if os.path.basename(sys.argv[0]) == "unicoll" else f"python -m unicoll.{verb}"
+    """The command that this process was started with, for its own messages: ``unicoll VERB``, or a
+    module's."""
+    return (
+        f"unicoll {verb}"
+        if os.path.basename(sys.argv[0]) == "unicoll"
+        else f"python -m unicoll.{verb}"
+    )
 
 
 def command_to_type(verb: str, *arguments: str) -> str:
-    """A command of unicoll as its user types it: ``unicoll VERB``, or a module's if that is not installed."""
+    """A command of unicoll as its user types it: ``unicoll VERB``, or a module's if that is not
+    installed."""
     here = os.path.dirname(sys.executable)
     if which("unicoll") is not None:
         words = ["unicoll", verb]
-    elif here and (found := which("unicoll", path=here)) is not None:  # the environment is not active
+    elif here and (found := which("unicoll", path=here)) is not None:
+        # The environment is not active.
         words = [found, verb]
     else:
         words = ["python", "-m", f"unicoll.{verb}"]
@@ -63,22 +71,28 @@ def command_to_type(verb: str, *arguments: str) -> str:
 
 
 def printable(text: str, kept: str = "\n") -> str:
-    """Text of other processes and files without characters that a terminal acts on: they are escaped.
+    """Text of other processes and files without characters that a terminal acts on: they are
+    escaped.
 
-    A text that is part of a line is to have ``kept=""``: else it may look like lines of this program.
+    A text that is part of a line is to have ``kept=""``: else it may look like lines of this
+    program.
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def printable_line(text: object, most: int = 1 << 20) -> str:
-    """Text of others for a part of a line, see :func:`printable`; ``most`` is a limit to its characters."""
+    """Text of others for a part of a line, see :func:`printable`; ``most`` is a limit to its
+    characters."""
     return printable(str(text)[:most], kept="")
 
 
 def printable_values(value: Any) -> Any:
-    """A JSON value of another process with :func:`printable_line` of each text in it; names are left as they are."""
+    """A JSON value of another process with :func:`printable_line` of each text in it; names are
+    left as they are."""
     if isinstance(value, str):
         return printable_line(value)
     if isinstance(value, dict):
@@ -89,7 +103,8 @@ def printable_values(value: Any) -> Any:
 def shortened(text: str, limit: int) -> str:
     """The text, or its first whole words and `` ...``, of at most ``limit`` characters.
 
-    It ends before an open bracket if that leaves half of the limit, and within a word only if no other end leaves that.
+    It ends before an open bracket if that leaves half of the limit, and within a word only if no
+    other end leaves that.
     """
     if len(text) <= limit:
         return text
@@ -110,7 +125,8 @@ def shortened(text: str, limit: int) -> str:
 def print_text(text: str) -> None:
     """Print text on the standard output.
 
-    What its encoding lacks and what a terminal acts on is escaped; a reader that has ended is no error.
+    What its encoding lacks and what a terminal acts on is escaped; a reader that has ended is no
+    error.
 
     Raises:
         SystemExit: it cannot be written, for example on a full disk; the message says why.
@@ -121,7 +137,9 @@ def print_text(text: str) -> None:
         print(printable(text), flush=True)
     except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # the interpreter flushes what is left when it ends
+        # The interpreter flushes what is left when it ends.
+        os.dup2(null, sys.stdout.fileno())
         os.close(null)
-        if not isinstance(error, BrokenPipeError):  # that is the end of `| head -1`
+        # That is the end of `| head -1`.
+        if not isinstance(error, BrokenPipeError):
             sys.exit(f"standard output: {error.strerror}")

@@ -24,9 +24,9 @@ def boot_id() -> str:
 def host_id(key: bytes) -> bytes:
     """16 bytes that are equal in processes with the same key, kernel and network namespace.
 
-    Processes in different namespaces of one kernel reach each other over a network that others can share. To processes
-    of other hosts the bytes do not tell which host it is; with an empty key they are the same in all jobs.
-    :data:`UNKNOWN_HOST` if the system does not say.
+    Processes in different namespaces of one kernel reach each other over a network that others can
+    share. To processes of other hosts the bytes do not tell which host it is; with an empty key
+    they are the same in all jobs. :data:`UNKNOWN_HOST` if the system does not say.
     """
     try:
         namespace = os.stat("/proc/self/ns/net")

@@ -1,10 +1,12 @@
-"""Exceptions in the middle of a call, of a signal's handler or by another thread's ``PyThreadState_SetAsyncExc``.
+"""Exceptions in the middle of a call, of a signal's handler or by another thread's
+``PyThreadState_SetAsyncExc``.
 
-CPython raises them when a Python function begins, after each call of a C function, when a loop goes back, and in a
-system call that waits. ``with`` of a C lock releases the lock whatever happens: no exception is raised between its
-acquisition and the body, nor between the body and its release. ``threading.Condition`` and ``threading.Event`` do not:
-an exception at the beginning of their ``__exit__``, which is a Python function, leaves their lock held.
-:class:`Changes` has no such function.
+CPython raises them when a Python function begins, after each call of a C function, when a loop goes
+back, and in a system call that waits. ``with`` of a C lock releases the lock whatever happens: no
+exception is raised between its acquisition and the body, nor between the body and its release.
+``threading.Condition`` and ``threading.Event`` do not: an exception at the beginning of their
+``__exit__``, which is a Python function, leaves their lock held. :class:`Changes` has no such
+function.
 """
 
 from __future__ import annotations
@@ -18,26 +20,30 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _RECHECK_S = 1.0
-"""Longest pause between two looks at what is waited for: an exception may have ended :meth:`Changes.notify_all`."""
+"""Longest pause between two looks at what is waited for: an exception may have ended
+:meth:`Changes.notify_all`."""
 _RAISE_SYSTEM_ERRORS = ("unicoll", "gloo_fallback", "socket", "ssl")
 """Packages whose functions make the system calls."""
 
 
 class InterruptedStreamError(ConnectionAbortedError):
-    """An exception has interrupted a transfer on this connection, of which an unknown part was done."""
+    """An exception has interrupted a transfer on this connection, of which an unknown part was
+    done."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
             errno.ECONNABORTED,
-            f"a signal's handler or another exception interrupted an earlier {what} on this connection, which is out of"
-            " step since then",
+            f"a signal's handler or another exception interrupted an earlier {what} on this"
+            " connection, which is out of step since then",
         )
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """True if no system call has raised ``error``: for an OSError, since that of a handler may be one (TimeoutError).
+    """True if no system call has raised ``error``: for an OSError, since that of a handler may be
+    one (TimeoutError).
 
-    Those of system calls have a number, but for a socket's timeout. What another thread has set has no arguments.
+    Those of system calls have a number, but for a socket's timeout. What another thread has set has
+    no arguments.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return False
@@ -49,10 +55,11 @@ def raised_by_handler(error: BaseException) -> bool:
 
 
 class LazyThread:
-    """A daemon thread that starts when it is first needed, also after an exception has interrupted its start.
+    """A daemon thread that starts when it is first needed, also after an exception has interrupted
+    its start.
 
-    Such a thread may still start, without :class:`threading.Thread` knowing, beside its replacement. So the first that
-    runs calls the function, and the others end.
+    Such a thread may still start, without :class:`threading.Thread` knowing, beside its
+    replacement. So the first that runs calls the function, and the others end.
 
     Args:
         name: of the thread.
@@ -60,7 +67,8 @@ class LazyThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._begun: list[threading.Thread] = []  # list.append is atomic
+        # list.append is atomic.
+        self._begun: list[threading.Thread] = []
 
     @property
     def ident(self) -> int | None:
@@ -74,14 +82,15 @@ class LazyThread:
         try:
             threading.Thread(target=self._run, args=(target,), name=self._name, daemon=True).start()
         except RuntimeError as error:
-            # Thread.start() waits on a Condition; an exception while that acquires its lock again is replaced by one
-            # that the lock is not held.
+            # Thread.start() waits on a Condition; an exception while that acquires its lock again
+            # is replaced by one that the lock is not held.
             if error.__context__ is None:
                 raise
             raise error.__context__ from None
 
     def join(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds until the thread has ended; True if it has, has never run or is the caller."""
+        """Wait up to ``timeout`` seconds until the thread has ended; True if it has, has never run
+        or is the caller."""
         if not self._begun or self._begun[0] is threading.current_thread():
             return True
         self._begun[0].join(timeout)
@@ -94,7 +103,8 @@ class LazyThread:
 
 
 class Changes:
-    """Lets threads wait until what :attr:`lock` protects has changed, as ``threading.Condition`` does.
+    """Lets threads wait until what :attr:`lock` protects has changed, as ``threading.Condition``
+    does.
 
     Attributes:
         lock: to be held while changing it; not while waiting.
@@ -109,11 +119,13 @@ class Changes:
         for waiter in [*self._waiters]:
             try:
                 waiter.release()
-            except RuntimeError:  # it is awake
+            except RuntimeError:
+                # It is awake.
                 pass
 
     def wait_for(self, ready: Callable[[], T], timeout: float) -> T:
-        """Wait up to ``timeout`` seconds until ``ready()``, called with the lock, is true; returns its last result."""
+        """Wait up to ``timeout`` seconds until ``ready()``, called with the lock, is true; returns
+        its last result."""
         deadline = time.monotonic() + timeout
         waiter = threading.Lock()
         waiter.acquire()
@@ -121,7 +133,8 @@ class Changes:
             while True:
                 with self.lock:
                     found = ready()
-                    self._waiters[waiter] = None  # with the lock: the next change wakes this thread
+                    # With the lock: the next change wakes this thread.
+                    self._waiters[waiter] = None
                 left = deadline - time.monotonic()
                 if found or left <= 0:
                     return found

@@ -1,8 +1,8 @@
 """The loggers of unicoll, and the handler that shows their records on stderr.
 
-All loggers are below ``unicoll``. A filter adds to each record the attributes ``rank`` (of this process in the job;
-None before it has joined) and ``host``, for applications that configure logging themselves. The root logger is
-unchanged.
+All loggers are below ``unicoll``. A filter adds to each record the attributes ``rank`` (of this
+process in the job; None before it has joined) and ``host``, for applications that configure logging
+themselves. The root logger is unchanged.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from unicoll.process import environment
 _configuring = threading.Lock()
 _rank: int | None = None
 _handler: logging.Handler | None = None
-_level_before: int | None = None  # of the logger "unicoll", where the handler needs another one
+# Of the logger "unicoll", where the handler needs another one.
+_level_before: int | None = None
 
 
-# Until Python 3.13 an exception of a signal's handler in getLogger(), or in the first isEnabledFor() of a level, leaves
-# logging's lock held, and other threads wait for it without end. So operations do neither: a logger is made once, and
-# the levels are looked up here.
+# Until Python 3.13 an exception of a signal's handler in getLogger(), or in the first
+# isEnabledFor() of a level, leaves logging's lock held, and other threads wait for it without end.
+# So operations do neither: a logger is made once, and the levels are looked up here.
 @cache
 def logger(name: str = "") -> logging.Logger:
     """The logger ``unicoll.<name>``, or ``unicoll``."""
@@ -44,9 +45,9 @@ def configure(level: int | None) -> None:
     """Show unicoll's records on stderr, or not.
 
     Args:
-        level: the lowest level that is shown, of :mod:`logging`; None shows none. ``UNICOLL_LOG_LEVEL`` takes
-            precedence, then ``TORCH_CPP_LOG_LEVEL``: with INFO and a debug level, DEBUG is shown (torch.distributed's
-            table).
+        level: the lowest level that is shown, of :mod:`logging`; None shows none.
+            ``UNICOLL_LOG_LEVEL`` takes precedence, then ``TORCH_CPP_LOG_LEVEL``: with INFO and a
+            debug level, DEBUG is shown (torch.distributed's table).
 
     Raises:
         DistArgumentError: one of these variables has an unknown value.
@@ -111,4 +112,5 @@ class _Format(logging.Formatter):
         return super().format(record)
 
 
-logger()  # the logger of modules that log to ``unicoll`` itself
+# The logger of modules that log to ``unicoll`` itself.
+logger()

@@ -1,4 +1,5 @@
-"""The file of a shared library: the one that this process has mapped already, else the first of some folders."""
+"""The file of a shared library: the one that this process has mapped already, else the first of
+some folders."""
 
 from __future__ import annotations
 
@@ -14,13 +15,19 @@ from pathlib import Path
 def package_folders(name: str) -> list[Path]:
     """The folders of an installed package, which is not imported.
 
-    One in the working directory is not installed: Python searches it for modules, and it may be another user's.
+    One in the working directory is not installed: Python searches it for modules, and it may be
+    another user's.
     """
     try:
         spec = importlib.util.find_spec(name)
-    except ValueError:  # a module without a specification has its name
+    except ValueError:
+        # A module without a specification has its name.
         return []
-    found = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec is not None else []
+    found = (
+        [Path(folder) for folder in spec.submodule_search_locations or []]
+        if spec is not None
+        else []
+    )
     return [folder for folder in found if not _is_in_working_directory(folder)]
 
 
@@ -28,7 +35,8 @@ def _is_in_working_directory(folder: Path) -> bool:
     installed = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     try:
         here = os.path.realpath(os.getcwd())
-    except OSError:  # it was removed
+    except OSError:
+        # It was removed.
         return False
     parent = os.path.realpath(folder.parent)
     return parent == here and parent not in installed
@@ -45,7 +53,11 @@ class SharedLibrary:
     """
 
     def __init__(
-        self, names: Sequence[str], mapped_as: str, symbol: str, folders: Callable[[], Iterable[Path]]
+        self,
+        names: Sequence[str],
+        mapped_as: str,
+        symbol: str,
+        folders: Callable[[], Iterable[Path]],
     ) -> None:
         self.names = names
         self.folders = folders
@@ -56,7 +68,8 @@ class SharedLibrary:
         """The paths to try."""
         mapped = self.mapped()
         if mapped:
-            # With LD_PRELOAD torch maps its own file too, but calls the preloaded one, which is in the global scope.
+            # With LD_PRELOAD torch maps its own file too, but calls the preloaded one, which is in
+            # the global scope.
             yield self.loaded_from(ctypes.CDLL(None)) or mapped[0]
             return
         for folder in (*self.folders(), Path(sys.prefix) / "lib"):

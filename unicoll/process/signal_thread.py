@@ -1,7 +1,9 @@
-"""Signals that are handled on a thread, also while the main thread is in C++ code, where Python's handlers do not run.
+"""Signals that are handled on a thread, also while the main thread is in C++ code, where Python's
+handlers do not run.
 
-The interpreter writes the number of a signal that has a handler to a pipe (``signal.set_wakeup_fd``), from which a
-thread reads. A program that uses the pipe itself, as asyncio does, takes it: then the handlers run in the main thread.
+The interpreter writes the number of a signal that has a handler to a pipe
+(``signal.set_wakeup_fd``), from which a thread reads. A program that uses the pipe itself, as
+asyncio does, takes it: then the handlers run in the main thread.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def handle(number: int, action: Action) -> bool:
 
     Returns True if the signal is handled, by this action or an earlier one.
 
-    ``action`` may be called in the main thread, within any other call: it must not take locks or wait.
+    ``action`` may be called in the main thread, within any other call: it must not take locks or
+    wait.
     """
     if not is_handled(number):
         if threading.current_thread() is not threading.main_thread():
@@ -48,7 +51,8 @@ def is_handled(number: int) -> bool:
 
 
 def release(number: int) -> None:
-    """Do not handle a signal any more, if this is the main thread. With :func:`use_thread` it stays handled."""
+    """Do not handle a signal any more, if this is the main thread. With :func:`use_thread` it stays
+    handled."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if _pipe is None and in_main_thread and is_handled(number):
         del _actions[number]
@@ -58,8 +62,8 @@ def release(number: int) -> None:
 def use_thread() -> None:
     """Call the actions on a thread from now on, until :func:`leave_thread` was called as often.
 
-    Has no effect if no signal is handled, in another thread than the main one, or if the program uses
-    ``signal.set_wakeup_fd`` itself.
+    Has no effect if no signal is handled, in another thread than the main one, or if the program
+    uses ``signal.set_wakeup_fd`` itself.
     """
     global _pipe, _thread, _users
     _users += 1
@@ -74,7 +78,9 @@ def use_thread() -> None:
         signal.set_wakeup_fd(before)
         _close_pipe()
         return
-    _thread = threading.Thread(target=_read_signals, args=(_pipe[0],), name="unicoll-signal", daemon=True)
+    _thread = threading.Thread(
+        target=_read_signals, args=(_pipe[0],), name="unicoll-signal", daemon=True
+    )
     _thread.start()
 
 
@@ -87,7 +93,8 @@ def leave_thread() -> None:
         return
     before = signal.set_wakeup_fd(-1)
     if before not in (-1, _pipe[1]):
-        signal.set_wakeup_fd(before)  # the program's own
+        # The program's own.
+        signal.set_wakeup_fd(before)
     _end_thread()
 
 
@@ -95,7 +102,8 @@ def _end_thread() -> None:
     global _pipe, _thread
     pipe, thread, _pipe, _thread = _pipe, _thread, None, None
     if pipe is not None:
-        os.close(pipe[1])  # the thread reads the end
+        # The thread reads the end.
+        os.close(pipe[1])
         if thread is not None:
             thread.join(1.0)
         os.close(pipe[0])
@@ -126,13 +134,16 @@ def _close_pipe() -> None:
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:
-    if not is_handled(number):  # the program's handler calls the one before
+    # The program's handler calls the one before.
+    if not is_handled(number):
         return
     if _pipe is not None:
         before = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
         if before == _pipe[1]:
-            return  # the thread has read it
-        if before != -1:  # the program's own, asyncio's for example
+            # The thread has read it.
+            return
+        # The program's own, asyncio's for example.
+        if before != -1:
             signal.set_wakeup_fd(before)
     _actions[number]()
 

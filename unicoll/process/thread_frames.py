@@ -1,9 +1,10 @@
 """The frames of other threads.
 
-Following ``f_back`` of another thread's frame is not safe in Python 3.11: it allocates a frame object, the allocation
-may start the garbage collector, and a finalizer that releases the interpreter's lock lets the thread return from that
-frame, whose memory is then used by another one. The interpreter crashes. Earlier versions have an object for each
-frame; later ones collect garbage between instructions only. In 3.11 the collector is therefore paused.
+Following ``f_back`` of another thread's frame is not safe in Python 3.11: it allocates a frame
+object, the allocation may start the garbage collector, and a finalizer that releases the
+interpreter's lock lets the thread return from that frame, whose memory is then used by another one.
+The interpreter crashes. Earlier versions have an object for each frame; later ones collect garbage
+between instructions only. In 3.11 the collector is therefore paused.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from types import FrameType
 _PAUSES = (3, 11) <= sys.version_info < (3, 12)
 
 _lock = threading.RLock()
-_walks = 0  # threads that are in ThreadFrames()
-_enabled = False  # the collector was, before the first of them
+# Threads that are in ThreadFrames().
+_walks = 0
+# The collector was, before the first of them.
+_enabled = False
 
 
 class ThreadFrames:
-    """A context in which other threads' frames may be walked along; gives each thread's innermost one, by its id.
+    """A context in which other threads' frames may be walked along; gives each thread's innermost
+    one, by its id.
 
-    For the calling thread that is the frame of the ``with`` statement. A reference to a frame keeps its arrays alive,
-    and one to the own frame keeps everything: delete them.
+    For the calling thread that is the frame of the ``with`` statement. A reference to a frame keeps
+    its arrays alive, and one to the own frame keeps everything: delete them.
     """
 
     def __enter__(self) -> dict[int, FrameType]:

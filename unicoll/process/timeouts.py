@@ -26,18 +26,21 @@ def to_seconds(timeout: Timeout) -> float | None:
 def positive_seconds(timeout: Timeout) -> float | None:
     """:func:`to_seconds`; DistArgumentError if that is not positive."""
     seconds = to_seconds(timeout)
-    if seconds is not None and not seconds > 0:  # NaN is not either
+    # NaN is not either.
+    if seconds is not None and not seconds > 0:
         raise DistArgumentError(f"timeout: {timeout} is not a positive time")
     return seconds
 
 
 def seconds_left(deadline: float, least: float = 0.0) -> float:
-    """Seconds until ``deadline`` (``time.monotonic()``), at least ``least``; many calls read 0 as "no limit"."""
+    """Seconds until ``deadline`` (``time.monotonic()``), at least ``least``; many calls read 0 as
+    "no limit"."""
     return max(least, deadline - time.monotonic())
 
 
 def backoff(first: float, longest: float, factor: float = 2.0) -> Iterator[float]:
-    """Pauses in seconds for a retry loop: from ``first``, each ``factor`` times the last, up to ``longest``."""
+    """Pauses in seconds for a retry loop: from ``first``, each ``factor`` times the last, up to
+    ``longest``."""
     pause = first
     while True:
         yield pause

@@ -17,7 +17,8 @@ from unicoll.run.process_cleanup import JOB_VARIABLE, Guard
 from unicoll.run.signals import SignalQueue
 from unicoll.run.workers import LogFiles, open_files
 
-_OUTPUT_SECONDS = 10.0  # for the last output, after a signal
+# For the last output, after a signal.
+_OUTPUT_SECONDS = 10.0
 
 
 class Agent:
@@ -111,7 +112,8 @@ class Agent:
     def _write_error_file(self, failure: Failure | None) -> None:
         """Write the failure to the launcher's own error file, as torchrun does.
 
-        Not in a job of unicoll: the file belongs to a worker that has started this launcher, and may go on.
+        Not in a job of unicoll: the file belongs to a worker that has started this launcher, and
+        may go on.
         """
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if error_file and failure is not None and JOB_VARIABLE not in os.environ:
@@ -124,13 +126,15 @@ class Agent:
         if "UNICOLL_SECRET" not in os.environ and "UNICOLL_SECRET_FILE" not in os.environ:
             options = self._options
             self._console.log(
-                "WARNING: this job has several nodes and no secret, so any process that can reach "
-                f"{options.master_addr} port {options.master_port} can join it. Set UNICOLL_SECRET, or "
-                "UNICOLL_SECRET_FILE, to the same secret on every node."
+                "WARNING: this job has several nodes and no secret, so any process that can reach"
+                f" {options.master_addr} port {options.master_port} can join it. Set"
+                " UNICOLL_SECRET, or UNICOLL_SECRET_FILE, to the same secret on every node."
             )
 
     def _close_output(self) -> None:
         deadline = time.monotonic() + _OUTPUT_SECONDS
         self._console.close(
-            lambda: bool(self._signals.received) or (self._signals.seen and time.monotonic() > deadline)
+            lambda: (
+                bool(self._signals.received) or (self._signals.seen and time.monotonic() > deadline)
+            )
         )

@@ -1,7 +1,8 @@
 """The options of a launch, validated.
 
-The meaning of torchrun's flags is in PyTorch's documentation of ``torchrun``. An unsupported flag is refused with one
-sentence; a flag without effect for this launcher (``--start-method``, ``--rdzv-conf``...) is accepted.
+The meaning of torchrun's flags is in PyTorch's documentation of ``torchrun``. An unsupported flag
+is refused with one sentence; a flag without effect for this launcher (``--start-method``,
+``--rdzv-conf``...) is accepted.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ _REPLACEMENTS = 10
 class LaunchOptions:
     """The program to start, and how.
 
-    ``mpi`` is True if mpirun starts it, as ``nproc`` processes; then options of nodes, output and ends have no effect.
-    ``kind`` is "script", "module" or "command"; ``python`` runs the first two. ``redirects`` and ``tees``
-    map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown`` is the set of local ranks whose output
-    is shown, None for all. ``node_rank`` is None if the launchers of several nodes agree on it. ``master_port`` is None
-    if the launcher picks a free port. Times are in seconds.
-    ``replaces`` is True if a worker that fails is started again alone, ``max_restarts`` times; else all are.
-    ``gives_local_rank`` is True if the program gets ``--local-rank`` as its first argument. ``matches`` maps OUT and
-    ERR to the texts whose lines are also written to one file for all workers. ``affinity`` maps each local rank to the
-    CPUs that it is bound to; it is empty without ``--numa-binding``. ``devices`` maps each local rank to the
+    ``mpi`` is True if mpirun starts it, as ``nproc`` processes; then options of nodes, output and
+    ends have no effect. ``kind`` is "script", "module" or "command"; ``python`` runs the first two.
+    ``redirects`` and ``tees`` map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown``
+    is the set of local ranks whose output is shown, None for all. ``node_rank`` is None if the
+    launchers of several nodes agree on it. ``master_port`` is None if the launcher picks a free
+    port. Times are in seconds. ``replaces`` is True if a worker that fails is started again alone,
+    ``max_restarts`` times; else all are. ``gives_local_rank`` is True if the program gets
+    ``--local-rank`` as its first argument. ``matches`` maps OUT and ERR to the texts whose lines
+    are also written to one file for all workers. ``affinity`` maps each local rank to the CPUs that
+    it is bound to; it is empty without ``--numa-binding``. ``devices`` maps each local rank to the
     variables that select its device with ``--virtual-local-rank``; else it is empty.
     """
 
@@ -76,7 +78,8 @@ class LaunchOptions:
 
 
 def parse(argv: Sequence[str] | None = None, as_torchs_launch: bool = False) -> LaunchOptions:
-    """Read the command line (``sys.argv[1:]`` if None); an error ends the program with one line and status 2."""
+    """Read the command line (``sys.argv[1:]`` if None); an error ends the program with one line and
+    status 2."""
     parser = make_parser(as_torchs_launch)
     parsed = parser.parse_args(argv)
     try:
@@ -91,7 +94,9 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
     nproc = _workers(parsed.nproc_per_node)
     master_addr, master_port = _master(parsed, nnodes)
     if parsed.node_rank is not None and not 0 <= parsed.node_rank < nnodes:
-        raise ValueError(f"--node-rank {parsed.node_rank} is not in 0..{nnodes - 1} (--nnodes {nnodes})")
+        raise ValueError(
+            f"--node-rank {parsed.node_rank} is not in 0..{nnodes - 1} (--nnodes {nnodes})"
+        )
     kind = _kind(parsed)
     if kind == "command" and not getattr(parsed, "use_env", True):
         raise ValueError("--no-python needs --use-env: a command gets no --local-rank")
@@ -129,7 +134,9 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
             OUT: _texts(parsed.duplicate_stdout_filters),
             ERR: _texts(parsed.duplicate_stderr_filters),
         },
-        affinity=cpu_affinity(parsed.numa_binding, nproc, _gpus(parsed)) if parsed.numa_binding else {},
+        affinity=(
+            cpu_affinity(parsed.numa_binding, nproc, _gpus(parsed)) if parsed.numa_binding else {}
+        ),
         devices=_devices(nproc) if parsed.virtual_local_rank else {},
     )
     if options.mpi:
@@ -138,9 +145,12 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
 
 
 def _refuse_with_mpi(options: LaunchOptions) -> None:
-    """ValueError if an option asks for several nodes, restarts, log files or binding, which are mpirun's business."""
+    """ValueError if an option asks for several nodes, restarts, log files or binding, which are
+    mpirun's business."""
     if options.nnodes > 1:
-        raise ValueError("--mpi is for one node: on several ones start mpirun, with its option for hosts")
+        raise ValueError(
+            "--mpi is for one node: on several ones start mpirun, with its option for hosts"
+        )
     asked = {
         "--replace": options.replaces,
         "--max-restarts": options.max_restarts,
@@ -185,8 +195,9 @@ def _nodes(text: str, target: str) -> int:
     least, most = int(match[1]), int(match[2] or match[1])
     if least != most:
         raise ValueError(
-            f"--nnodes {text}: this launcher has a fixed number of nodes; torchrun changes it, and the script needs no "
-            f"change: torchrun --nnodes {text} --rdzv-backend c10d --rdzv-endpoint HOST:PORT ... {target}"
+            f"--nnodes {text}: this launcher has a fixed number of nodes; torchrun changes it, and"
+            f" the script needs no change: torchrun --nnodes {text} --rdzv-backend c10d"
+            f" --rdzv-endpoint HOST:PORT ... {target}"
         )
     if least < 1:
         raise ValueError("--nnodes must be at least 1")
@@ -220,7 +231,9 @@ def _workers(text: str) -> int:
     if number < 1:
         raise ValueError(f"--nproc-per-node {number}: at least one worker is needed")
     if number > _MOST_PROCESSES:
-        raise ValueError(f"--nproc-per-node {number}: Linux has at most {_MOST_PROCESSES} processes")
+        raise ValueError(
+            f"--nproc-per-node {number}: Linux has at most {_MOST_PROCESSES} processes"
+        )
     return number
 
 
@@ -232,7 +245,9 @@ def _master(parsed: argparse.Namespace, nnodes: int) -> tuple[str, int | None]:
             raise ValueError(f"--standalone is for one node, and --nnodes is {nnodes}")
         return "127.0.0.1", None
     if backend not in ("static", "c10d"):
-        raise ValueError(f"--rdzv-backend {backend} is not supported; static and c10d are, and mean the same")
+        raise ValueError(
+            f"--rdzv-backend {backend} is not supported; static and c10d are, and mean the same"
+        )
     address, port = parsed.master_addr, parsed.master_port
     if parsed.rdzv_endpoint:
         address, endpoint_port = _endpoint(parsed.rdzv_endpoint)
@@ -256,7 +271,8 @@ def _endpoint(text: str) -> tuple[str, int | None]:
 
 
 def _join_timeout(conf: str) -> float:
-    """``join_timeout`` of --rdzv-conf: how long a launcher waits for those of the other nodes; torchrun's default."""
+    """``join_timeout`` of --rdzv-conf: how long a launcher waits for those of the other nodes;
+    torchrun's default."""
     pairs = [pair.partition("=") for pair in filter(None, conf.split(","))]
     for key, equals, _ in pairs:
         if not equals:
@@ -288,7 +304,8 @@ def _check_target(kind: str, target: str, python: str) -> None:
     if kind == "script":
         if target == "-" or stat.S_ISFIFO(_mode(target)):
             raise ValueError(
-                f"{target}: every worker reads the program, and a pipe can be read once: give a file"
+                f"{target}: every worker reads the program, and a pipe can be read once: give a"
+                " file"
             )
         if not os.path.exists(target):
             raise ValueError(f"{target}: no such file")
@@ -314,7 +331,8 @@ def _why_not_runnable(command: str) -> str:
 
 
 def _module_exists(name: str) -> bool:
-    sys.path.insert(0, "")  # the working directory, first in the search path of the workers
+    # The working directory, first in the search path of the workers.
+    sys.path.insert(0, "")
     try:
         return find_spec(name) is not None
     except (ImportError, ValueError):
@@ -328,9 +346,13 @@ def _per_rank(flag: str, text: str, nproc: int) -> dict[int, int]:
         return dict.fromkeys(range(nproc), int(text))
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
         raise ValueError(f"{flag} {text} is neither 0, 1, 2, 3 nor a map like 0:3,1:1")
-    chosen = {int(rank): int(streams) for rank, streams in (pair.split(":") for pair in text.split(","))}
+    chosen = {
+        int(rank): int(streams) for rank, streams in (pair.split(":") for pair in text.split(","))
+    }
     if max(chosen) >= nproc:
-        raise ValueError(f"{flag} {text}: there is no local rank {max(chosen)} among {nproc} workers")
+        raise ValueError(
+            f"{flag} {text}: there is no local rank {max(chosen)} among {nproc} workers"
+        )
     return {rank: chosen.get(rank, 0) for rank in range(nproc)}
 
 
@@ -343,7 +365,8 @@ def _rank_set(text: str) -> frozenset[int] | None:
 
 
 def _devices(nproc: int) -> dict[int, dict[str, str]]:
-    """The variables of each local rank that select its device; HIP prefers its own if that is set."""
+    """The variables of each local rank that select its device; HIP prefers its own if that is
+    set."""
     names = [
         "CUDA_VISIBLE_DEVICES",
         *(["HIP_VISIBLE_DEVICES"] if os.environ.get("HIP_VISIBLE_DEVICES") else []),
@@ -353,17 +376,20 @@ def _devices(nproc: int) -> dict[int, dict[str, str]]:
 
 
 def _visible(name: str, nproc: int) -> dict[int, str]:
-    """A variable's value for each local rank: one device of those that this process sees, if it sees one."""
+    """A variable's value for each local rank: one device of those that this process sees, if it
+    sees one."""
     given = os.environ.get(name)
     if given is None:
         return {i: str(i) for i in range(nproc)}
     devices = [device.strip() for device in given.split(",")]
-    visible = list(itertools.takewhile(lambda device: device not in ("", "-1"), devices))  # as CUDA reads it
+    # As CUDA reads it.
+    visible = list(itertools.takewhile(lambda device: device not in ("", "-1"), devices))
     if not visible:
         return dict.fromkeys(range(nproc), given)
     if len(visible) < nproc:
         raise ValueError(
-            f"--virtual-local-rank: {nproc} workers need a GPU each; {name}={given} has {len(visible)}"
+            f"--virtual-local-rank: {nproc} workers need a GPU each; {name}={given} has"
+            f" {len(visible)}"
         )
     return dict(enumerate(visible[:nproc]))
 
@@ -385,7 +411,9 @@ def _shutdown_timeout(value: float | None) -> float:
         try:
             value = float(text)
         except ValueError:
-            raise ValueError(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text} is not a number of seconds") from None
+            raise ValueError(
+                f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text} is not a number of seconds"
+            ) from None
     return _seconds("--shutdown-timeout", value)
 
 

@@ -24,21 +24,35 @@ from unicoll.run.job import job_variable
 from unicoll.run.metrics_file import MetricsFile
 from unicoll.run.nodes import Cause, NodeEnd, Nodes, Placement
 from unicoll.run.output import Console, OutputPipes
-from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
+from unicoll.run.process_cleanup import (
+    JOB_VARIABLE,
+    Guard,
+    kill_group,
+    kill_members,
+    kill_process,
+    members,
+)
 from unicoll.run.signals import SignalQueue
 from unicoll.run.tracebacks import ExceptionRecord, Tracebacks
 from unicoll.run.workers import AttemptFiles, LogFiles, Worker, shared_environment, start_worker
 
 log = logs.logger("run")
 
-_TRACEBACK_DELAY = 1.0  # seconds for which a traceback waits for those of the other ranks
-_HANG_CHECK_INTERVAL = 1.0  # seconds between checks for failed workers whose processes do not end
-_LEFTOVER_SECONDS = 1.0  # for helpers (multiprocessing's tracker...) to end after their worker
-_KILL_SECONDS = 10.0  # from SIGKILL until the launcher gives up on a process (stuck in the kernel)
-_DRAIN_SECONDS = 2.0  # for the last output, after the workers have ended
-_STATUS_DELAY = 1.0  # seconds after the start until a terminal shows the launcher's state
+# Seconds for which a traceback waits for those of the other ranks.
+_TRACEBACK_DELAY = 1.0
+# Seconds between checks for failed workers whose processes do not end.
+_HANG_CHECK_INTERVAL = 1.0
+# For helpers (multiprocessing's tracker...) to end after their worker.
+_LEFTOVER_SECONDS = 1.0
+# From SIGKILL until the launcher gives up on a process (stuck in the kernel).
+_KILL_SECONDS = 10.0
+# For the last output, after the workers have ended.
+_DRAIN_SECONDS = 2.0
+# Seconds after the start until a terminal shows the launcher's state.
+_STATUS_DELAY = 1.0
 _STOPPING = "stopping the workers"
-_REPEAT_SECONDS = 0.5  # a repeated signal within this time is ignored: both come from one Ctrl-C
+# A repeated signal within this time is ignored: both come from one Ctrl-C.
+_REPEAT_SECONDS = 0.5
 
 
 class Launch(NamedTuple):
@@ -56,13 +70,15 @@ class Launch(NamedTuple):
 class Attempt:
     """One start of all workers of this node, until they have ended and nothing of them is left.
 
-    ``_pending_signals`` has the signals still to be sent to the workers and their times; it is empty without failures.
+    ``_pending_signals`` has the signals still to be sent to the workers and their times; it is
+    empty without failures.
 
     Attributes:
         number: number of earlier restarts.
         failed: the workers that have failed, in the order of detection.
         signal: the launcher's signal that ended it.
-        failure: why it has failed on this node, after the end of :meth:`run`; None without a failed worker.
+        failure: why it has failed on this node, after the end of :meth:`run`; None without a failed
+            worker.
 
     Args:
         last_cause: why the last attempt has failed.
@@ -84,21 +100,27 @@ class Attempt:
         self.failure: Failure | None = None
         self._last_cause = last_cause
         self._store_failed = False
-        self._failed_elsewhere = ""  # why the attempt has failed on another node
-        self._has_grace = False  # the workers have a grace period after that
+        # Why the attempt has failed on another node.
+        self._failed_elsewhere = ""
+        # The workers have a grace period after that.
+        self._has_grace = False
         self._workers: list[Worker] = []
         self._environment: dict[str, str] = {}
         self._replacements = 0
         self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signal_time = 0.0
-        self._left: list[int] = []  # processes that did not end
-        self._stopping_since: float | None = None  # the first signal to the workers
+        # Processes that did not end.
+        self._left: list[int] = []
+        # The first signal to the workers.
+        self._stopping_since: float | None = None
         self._kill_time: float | None = None
         self._hang_check = 0.0
         self._tracebacks = Tracebacks()
         self._show_time = math.inf
         self._status_time = time.monotonic() + (0.0 if self.number else _STATUS_DELAY)
-        self._dumps = TraceDirectory(os.environ, self._logs.path if self._logs.kept else None, self.number)
+        self._dumps = TraceDirectory(
+            os.environ, self._logs.path if self._logs.kept else None, self.number
+        )
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._signals, selectors.EVENT_READ, None)
         self._streams = OutputPipes(self._selector, self._console)
@@ -120,12 +142,14 @@ class Attempt:
 
     @property
     def end(self) -> NodeEnd:
-        """Its end on this node. The workers can be started again if none is left and no signal ends the launch."""
+        """Its end on this node. The workers can be started again if none is left and no signal ends
+        the launch."""
         cause = self.failure.cause if self.failure is not None else None
         return NodeEnd(cause, not self._left and not self._signals.seen)
 
     def exit_code(self, cause: Cause | None) -> int:
-        """The launcher's exit code if this is the last attempt, and ``cause`` is why it has failed."""
+        """The launcher's exit code if this is the last attempt, and ``cause`` is why it has
+        failed."""
         if self.signal is not None:
             return 128 + self.signal
         if cause is not None:
@@ -134,7 +158,9 @@ class Attempt:
 
     def _start(self) -> None:
         options = self._options
-        self._metrics = MetricsFile(os.environ, options.nnodes, self._place, self._logs, self._console)
+        self._metrics = MetricsFile(
+            os.environ, options.nnodes, self._place, self._logs, self._console
+        )
         added = {**self._dumps.environment, **self._metrics.environment}
         added[JOB_VARIABLE] = job_variable(self._token)
         self._environment = shared_environment(options, self._place, os.environ, added)
@@ -160,14 +186,17 @@ class Attempt:
         self._guard.watch(worker.pid)
         return worker
 
-    # --- the main loop ----------------------------------------------------------------------------------------
+    # --- the main loop ----------------------------------------------------------------------------
 
     def _wait_for_workers(self) -> None:
-        self._handle_signals()  # there may be no worker
+        # There may be no worker.
+        self._handle_signals()
         while self._running() or self._waits_for_nodes():
             self._poll(self._poll_timeout())
             self._handle_signals()
-            for worker in [worker for worker in self._workers if worker.status is None and worker.poll()]:
+            for worker in [
+                worker for worker in self._workers if worker.status is None and worker.poll()
+            ]:
                 worker.ended = time.monotonic()
                 self._record_end(worker)
             self._check_hanging_failures()
@@ -182,7 +211,10 @@ class Attempt:
     def _waits_for_nodes(self) -> bool:
         """True if this node's workers have succeeded and those of other nodes have not ended."""
         ended = (
-            self.failed or self.signal is not None or self._failed_elsewhere or self._kill_time is not None
+            self.failed
+            or self.signal is not None
+            or self._failed_elsewhere
+            or self._kill_time is not None
         )
         return not ended and not self._nodes.succeeded()
 
@@ -204,7 +236,8 @@ class Attempt:
         return sum(worker.status is None for worker in self._workers)
 
     def _show_status(self) -> None:
-        """Show how many workers run, the restarts and the last failure, unless a single one has the terminal."""
+        """Show how many workers run, the restarts and the last failure, unless a single one has the
+        terminal."""
         running = self._running()
         if len(self._workers) == 1 or not running or time.monotonic() < self._status_time:
             return
@@ -238,7 +271,8 @@ class Attempt:
         assert worker.status is not None
         record = self._read_record(worker)
         if worker.status == 0:
-            worker.stopped = self._stopping_since is not None  # its handler of SIGTERM may end it so
+            # Its handler of SIGTERM may end it so.
+            worker.stopped = self._stopping_since is not None
             if self._options.replaces:
                 self._store(ENDED_KEY, str(worker.rank))
             return
@@ -247,7 +281,8 @@ class Attempt:
                 worker.stopped = True
                 return
             if worker.status < 0:
-                worker.status = 1  # its exception was first; the launcher's signal only ended its clean-up
+                # Its exception was first; the launcher's signal only ended its clean-up.
+                worker.status = 1
         worker.failure = record
         if self._may_replace():
             self._replace(worker)
@@ -259,25 +294,36 @@ class Attempt:
         self._schedule_stop()
 
     def _may_replace(self) -> bool:
-        """True if a worker that fails now is replaced, and the others go on: none has ended, as all have to recover."""
-        stops = self.failed or self._failed_elsewhere or self._pending_signals or self._kill_time is not None
+        """True if a worker that fails now is replaced, and the others go on: none has ended, as all
+        have to recover."""
+        stops = (
+            self.failed
+            or self._failed_elsewhere
+            or self._pending_signals
+            or self._kill_time is not None
+        )
         ended = any(worker.status == 0 for worker in self._workers)
         left = self._replacements < self._options.max_restarts
         return self._options.replaces and left and not stops and not ended
 
     def _replace(self, worker: Worker) -> None:
-        """Start a process in place of one that has ended; it joins the others by unicoll.recover()."""
+        """Start a process in place of one that has ended; it joins the others by
+        unicoll.recover()."""
         self._publish_end(worker)
         self._show_tracebacks()
         self._replacements += 1
         self._console.log(
-            f"{summary(worker)}; starting a replacement ({self._replacements} of {self._options.max_restarts})"
+            f"{summary(worker)}; starting a replacement ({self._replacements} of"
+            f" {self._options.max_restarts})"
         )
-        kill_group(worker.pid, signal.SIGKILL)  # what it has started
+        # What it has started.
+        kill_group(worker.pid, signal.SIGKILL)
         self._complete_log(worker)
         self._guard.forget(worker.pid)
         worker.reap()
-        self._workers[worker.local_rank] = self._start_worker(worker.local_rank, worker.replacement + 1)
+        self._workers[worker.local_rank] = self._start_worker(
+            worker.local_rank, worker.replacement + 1
+        )
 
     def _publish_end(self, worker: Worker) -> None:
         """Store how a rank ended, for the errors of the ranks that report it as lost."""
@@ -286,7 +332,8 @@ class Attempt:
         self._store(exit_key(worker.rank, worker.replacement), json.dumps(note))
 
     def _store(self, key: str, value: str) -> None:
-        if self._failed_elsewhere or self._store_failed:  # each request may last for seconds
+        # Each request may last for seconds.
+        if self._failed_elsewhere or self._store_failed:
             return
         try:
             with self._nodes.telling():
@@ -311,7 +358,8 @@ class Attempt:
                     self._schedule_stop()
 
     def _read_record(self, worker: Worker) -> ExceptionRecord | None:
-        """The worker's recorded exception; if it ended the program, its traceback is scheduled for output."""
+        """The worker's recorded exception; if it ended the program, its traceback is scheduled for
+        output."""
         if worker.record is None:
             record = worker.files.read_record()
             if record is None or not record.final:
@@ -327,7 +375,8 @@ class Attempt:
         self._console.write_text(self._tracebacks.take(last))
 
     def _schedule_stop(self, grace: float | None = None) -> None:
-        """After the first failure: a grace period for the others to fail by themselves, then SIGTERM, then SIGKILL."""
+        """After the first failure: a grace period for the others to fail by themselves, then
+        SIGTERM, then SIGKILL."""
         if not self._pending_signals and self._kill_time is None:
             term = time.monotonic() + (self._options.grace if grace is None else grace)
             self._pending_signals.append((term, signal.SIGTERM))
@@ -340,7 +389,8 @@ class Attempt:
             self._send(self._pending_signals.popleft()[1])
 
     def _send(self, number: signal.Signals) -> None:
-        """Signal all workers' process groups, also those whose leader has ended but left children."""
+        """Signal all workers' process groups, also those whose leader has ended but left
+        children."""
         if self._stopping_since is None:
             self._stopping_since = time.monotonic()
         if number == signal.SIGKILL:
@@ -349,12 +399,14 @@ class Attempt:
         for worker in self._workers:
             kill_group(worker.pid, number)
             if number == signal.SIGTERM:
-                kill_group(worker.pid, signal.SIGCONT)  # a stopped process does not handle it
+                # A stopped process does not handle it.
+                kill_group(worker.pid, signal.SIGCONT)
 
-    # --- signals to the launcher --------------------------------------------------------------------------------
+    # --- signals to the launcher ------------------------------------------------------------------
 
     def _hand_on(self, number: signal.Signals) -> None:
-        """Send a signal to the workers that handle it: after SIGUSR1 a job of unicoll writes dumps."""
+        """Send a signal to the workers that handle it: after SIGUSR1 a job of unicoll writes
+        dumps."""
         sent, others = [], []
         for worker in self._workers:
             if worker.status is None and is_caught(number, worker.pid):
@@ -384,13 +436,17 @@ class Attempt:
                 continue
             if number == self.signal or self.failed:
                 self._console.log(
-                    f"got {number.name} again: killing the workers" if self.signal else f"got {number.name}"
+                    f"got {number.name} again: killing the workers"
+                    if self.signal
+                    else f"got {number.name}"
                 )
                 self._send(signal.SIGKILL)
                 continue
             running = self._running()
             self._console.log(
-                f"got {number.name}; forwarding it to {running} workers" if running else f"got {number.name}"
+                f"got {number.name}; forwarding it to {running} workers"
+                if running
+                else f"got {number.name}"
             )
             self.signal, self._signal_time = number, now
             self._pending_signals.clear()
@@ -402,10 +458,11 @@ class Attempt:
                 kill += self._options.grace
             self._pending_signals.append((kill, signal.SIGKILL))
 
-    # --- the end of the job -----------------------------------------------------------------------------------
+    # --- the end of the job -----------------------------------------------------------------------
 
     def _clean_up(self) -> None:
-        """Kill the processes that the workers have left, forward the last output, reap the workers."""
+        """Kill the processes that the workers have left, forward the last output, reap the
+        workers."""
         leaders = {worker.pid for worker in self._workers}
         if all(worker.status is not None for worker in self._workers) and self._kill_time is None:
             self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
@@ -417,7 +474,9 @@ class Attempt:
             kill_group(leader, signal.SIGKILL)
         self._left = kill_members(self._token, leaders, _KILL_SECONDS)
         if self._left:
-            self._console.log(f"processes {self._left} do not end after SIGKILL; no longer waiting for them")
+            self._console.log(
+                f"processes {self._left} do not end after SIGKILL; no longer waiting for them"
+            )
         deadline = time.monotonic() + _DRAIN_SECONDS
         while self._streams.open and time.monotonic() < deadline:
             self._poll(0.05)
@@ -437,7 +496,11 @@ class Attempt:
 
     def _wait_for_leftovers(self, leaders: set[int], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._signals.received and members(self._token, leaders):
+        while (
+            time.monotonic() < deadline
+            and not self._signals.received
+            and members(self._token, leaders)
+        ):
             self._poll(0.02)
 
     def report(self, cause: Cause | None, first: Cause | None = None) -> None:
@@ -487,7 +550,8 @@ class Attempt:
         return self._dumps.command(failed)
 
     def _complete_logs(self) -> None:
-        """Append the tracebacks that the launcher prints for workers to the files that their stderr goes to."""
+        """Append the tracebacks that the launcher prints for workers to the files that their stderr
+        goes to."""
         for worker in self._workers:
             self._complete_log(worker)
 

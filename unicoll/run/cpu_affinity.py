@@ -1,8 +1,9 @@
-"""The CPUs that each worker is bound to with ``--numa-binding``, from the kernel's description of the machine in sysfs.
+"""The CPUs that each worker is bound to with ``--numa-binding``, from the kernel's description of
+the machine in sysfs.
 
-The modes are torchrun's (``torch.numa.binding.AffinityMode``). A worker belongs to the NUMA node of its GPU, that with
-the number of its local rank; on a machine without GPUs the workers are spread over the nodes in the order of their
-local ranks.
+The modes are torchrun's (``torch.numa.binding.AffinityMode``). A worker belongs to the NUMA node of
+its GPU, that with the number of its local rank; on a machine without GPUs the workers are spread
+over the nodes in the order of their local ranks.
 """
 
 from __future__ import annotations
@@ -15,26 +16,31 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 BINDINGS = ("node", "socket", "exclusive", "core-complex")
-"""All CPUs of its NUMA node; all of the node's socket; its own cores of the node; one group of cores with a common
-last-level cache."""
+"""All CPUs of its NUMA node; all of the node's socket; its own cores of the node; one group of
+cores with a common last-level cache."""
 
 
 _PROGRAMS = {
-    "CUDA": """
+    "CUDA": (
+        """
 import ctypes
 cuda, number, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(32)
 if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0:
     for device in range(number.value):
         cuda.cuDeviceGetPCIBusId(text, len(text), device)
         print(text.value.decode().lower())
-""",
-    "HIP": """
+"""
+    ),
+    "HIP": (
+        """
 from unicoll.devices.cuda import hip_driver
 runtime = hip_driver.load()
 for device in range(0 if isinstance(runtime, str) else runtime.device_count()):
     print(runtime.facts(device).bus[:-1] + "0")  # the function is the number of a partition, which sysfs has not
-""",
-    "Level Zero": """
+"""
+    ),
+    "Level Zero": (
+        """
 from ctypes import CDLL, Structure, byref, c_int32, c_int64, c_uint32, c_void_p
 class Properties(Structure):  # ze_pci_ext_properties_t
     _fields_ = [("type", c_int32), ("next", c_void_p), ("address", c_uint32 * 4), ("speed", c_int64 * 2)]
@@ -51,7 +57,8 @@ if ze.zeInit(1) == 0:  # GPUs only
             found = Properties(0x10008)
             ze.zeDevicePciGetPropertiesExt(device, byref(found))
             print("%04x:%02x:%02x.%x" % tuple(found.address))
-""",
+"""
+    ),
 }
 """By driver: a program that prints the PCI addresses of its devices."""
 _AMD_KERNEL_DRIVER = "/dev/kfd"
@@ -59,11 +66,12 @@ _AMD_KERNEL_DRIVER = "/dev/kfd"
 
 @functools.cache
 def gpu_addresses(driver: str = "CUDA") -> list[str]:
-    """PCI addresses of the devices of a driver, ``"CUDA"`` or ``"Level Zero"``; empty without the driver.
+    """PCI addresses of the devices of a driver, ``"CUDA"`` or ``"Level Zero"``; empty without the
+    driver.
 
-    Without a CUDA device they are those of HIP, on a machine with AMD's. Those under CUDA_VISIBLE_DEVICES,
-    HIP_VISIBLE_DEVICES or ZE_AFFINITY_MASK count. A separate process asks the driver. ValueError: it has not replied
-    within 60 s.
+    Without a CUDA device they are those of HIP, on a machine with AMD's. Those under
+    CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES or ZE_AFFINITY_MASK count. A separate process asks the
+    driver. ValueError: it has not replied within 60 s.
     """
     found = _ask(driver, "-I", "-S")
     if not found and driver == "CUDA" and os.path.exists(_AMD_KERNEL_DRIVER):
@@ -161,7 +169,9 @@ class _Machine:
         return max(int(self._read(f"bus/pci/devices/{gpu}/numa_node")), 0)
 
     def socket(self, node: int) -> int:
-        return int(self._read(f"devices/system/cpu/cpu{min(self.cpus(node))}/topology/physical_package_id"))
+        return int(
+            self._read(f"devices/system/cpu/cpu{min(self.cpus(node))}/topology/physical_package_id")
+        )
 
     def core(self, cpu: int) -> int:
         """The first CPU of the same core."""
@@ -172,7 +182,9 @@ class _Machine:
         folder = f"devices/system/cpu/cpu{cpu}/cache"
         try:
             names = [
-                name for name in os.listdir(f"{self._sysfs}/{folder}") if re.fullmatch(r"index\d+", name)
+                name
+                for name in os.listdir(f"{self._sysfs}/{folder}")
+                if re.fullmatch(r"index\d+", name)
             ]
         except OSError:
             names = []
@@ -182,7 +194,9 @@ class _Machine:
             if self._read(f"{folder}/{name}/type") != "Instruction"
         }
         if not levels:
-            raise ValueError(f"--numa-binding core-complex: {self._sysfs}/{folder} describes no cache")
+            raise ValueError(
+                f"--numa-binding core-complex: {self._sysfs}/{folder} describes no cache"
+            )
         return min(self._list(f"{folder}/{levels[max(levels)]}/shared_cpu_list"))
 
     def _list(self, path: str) -> frozenset[int]:

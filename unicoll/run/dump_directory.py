@@ -24,10 +24,12 @@ _FILE = re.compile(r"rank_\d+\.json$")
 
 
 class TraceDirectory:
-    """The directory of UNICOLL_TRACE_DIR if the user has set it, else a new one, which the first dump makes.
+    """The directory of UNICOLL_TRACE_DIR if the user has set it, else a new one, which the first
+    dump makes.
 
-    An empty variable means that failures are not dumped. The new directory is below that of the launch's log files
-    (``logs``) if those are kept. After a restart it is a directory ``attempt_<N>`` below.
+    An empty variable means that failures are not dumped. The new directory is below that of the
+    launch's log files (``logs``) if those are kept. After a restart it is a directory
+    ``attempt_<N>`` below.
     """
 
     def __init__(self, environ: Mapping[str, str], logs: str | None, attempt: int = 0) -> None:
@@ -36,7 +38,9 @@ class TraceDirectory:
         if self._path is None:
             # nobody can make a directory of this name first
             name = f"{_PREFIX}{secrets.token_hex(8)}"
-            self._path = os.path.join(logs, "trace") if logs else os.path.join(tempfile.gettempdir(), name)
+            self._path = (
+                os.path.join(logs, "trace") if logs else os.path.join(tempfile.gettempdir(), name)
+            )
             self._path = os.path.abspath(self._path)
         if self._path and attempt and (logs or not self._is_new):
             self._path = os.path.join(self._path, f"attempt_{attempt}")
@@ -50,14 +54,16 @@ class TraceDirectory:
     def command(self, failed: bool) -> str:
         """The command that reads the dumps of this launch; "" if there are none.
 
-        If the job has not failed, a new directory is removed, unless a dump in it was requested: the program has
-        handled the failures.
+        If the job has not failed, a new directory is removed, unless a dump in it was requested:
+        the program has handled the failures.
         """
         dumps = [path for path, version in self._dumps() if self._before.get(path) != version]
         if self._is_new and not failed and not any(map(_is_requested, dumps)):
             _remove(str(self._path))
             return ""
-        return "; ".join(_reader(folder) for folder in sorted({os.path.dirname(dump) for dump in dumps}))
+        return "; ".join(
+            _reader(folder) for folder in sorted({os.path.dirname(dump) for dump in dumps})
+        )
 
     @property
     def reader(self) -> str:
@@ -67,12 +73,13 @@ class TraceDirectory:
     def _dumps(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """The files of dumps, each with what changes when it is written again.
 
-        Those of a job with a name are in a folder of that name. In a directory of the user folders may have dumps of
-        others.
+        Those of a job with a name are in a folder of that name. In a directory of the user folders
+        may have dumps of others.
         """
         path = self._path or os.devnull
         for folder in _folders(path) if self._is_new else [path]:
-            with suppress(OSError), os.scandir(folder) as entries:  # it does not exist
+            # It does not exist.
+            with suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
                     with suppress(OSError):
                         if _FILE.match(entry.name):
@@ -92,7 +99,8 @@ def _folders(directory: str) -> list[str]:
 
 
 def remove_old_dumps() -> None:
-    """Remove this user's dumps in the temporary directory in whose directory nothing has changed for a week."""
+    """Remove this user's dumps in the temporary directory in whose directory nothing has changed
+    for a week."""
     before = time.time() - _KEPT_S
     with suppress(OSError):
         for name in filter(_DIRECTORY.fullmatch, os.listdir(tempfile.gettempdir())):
@@ -115,8 +123,11 @@ def _remove(directory: str, before: float = math.inf) -> None:
 
 
 def _remove_folder(name: str, parent: int, before: float, inside: bool = False) -> None:
-    # By descriptor: where other users may rename it, the name may be that of another directory at any time.
-    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    # By descriptor: where other users may rename it, the name may be that of another directory at
+    # any time.
+    folder = os.open(
+        name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent
+    )
     try:
         found = os.fstat(folder)
         if found.st_uid != os.geteuid() or found.st_mtime >= before:

@@ -30,7 +30,8 @@ def _last_line(worker: Worker) -> str:
 def _is_consequence(worker: Worker) -> bool:
     """True if it only reports the failure of another rank.
 
-    Without a record, its last line on stderr decides. A process that a signal has killed failed itself.
+    Without a record, its last line on stderr decides. A process that a signal has killed failed
+    itself.
     """
     if worker.failure is not None:
         return worker.failure.consequence
@@ -44,7 +45,8 @@ def _time(worker: Worker) -> float:
 
 
 def _wall_time(at: float) -> float:
-    """The time of a clock of ``time.monotonic`` in seconds since the epoch, as the clock on the wall is now."""
+    """The time of a clock of ``time.monotonic`` in seconds since the epoch, as the clock on the
+    wall is now."""
     return time.time() - (time.monotonic() - at)
 
 
@@ -75,9 +77,9 @@ def root_cause(failures: Sequence[Worker]) -> Worker:
 class Failure:
     """Why an attempt has failed on this node: its first failure.
 
-    The root cause is the first failure or, if its error names another rank, that rank: it has not called what the
-    others wait in, has ended early, or is the only one whose call differs. If most ranks have ended without an error,
-    these have not ended early.
+    The root cause is the first failure or, if its error names another rank, that rank: it has not
+    called what the others wait in, has ended early, or is the only one whose call differs. If most
+    ranks have ended without an error, these have not ended early.
 
     Attributes:
         root: the failed worker that is the root cause, or whose error names it.
@@ -124,7 +126,8 @@ class Failure:
         return lines
 
     def write(self, path: str) -> None:
-        """Write the root cause to a file in the format of torch's error files; OSError if it cannot be written."""
+        """Write the root cause to a file in the format of torch's error files; OSError if it cannot
+        be written."""
         record = self.root.failure
         message = {
             "message": _cause(self.root),
@@ -137,7 +140,9 @@ class Failure:
         write_whole(path, json.dumps({"message": message}).encode(), 0o644)
 
 
-def report(title: str, lines: Sequence[str], cause: Cause, reader: str, first: Cause | None = None) -> str:
+def report(
+    title: str, lines: Sequence[str], cause: Cause, reader: str, first: Cause | None = None
+) -> str:
     """The summary in torchrun's format; the tracebacks are printed above it.
 
     Args:
@@ -179,9 +184,12 @@ def _entry(worker: Worker, keeps_files: bool, node: int | None) -> list[str]:
 
 
 def _named(workers: Sequence[Worker], failures: Sequence[Worker], root: Worker) -> Worker | None:
-    """The worker that the error of ``root`` blames, if it has not failed itself; see :class:`Failure`."""
+    """The worker that the error of ``root`` blames, if it has not failed itself; see
+    :class:`Failure`."""
     named = root.failure.named if root.failure is not None else ()
-    found = next((worker for worker in workers if worker.rank in named and worker not in failures), None)
+    found = next(
+        (worker for worker in workers if worker.rank in named and worker not in failures), None
+    )
     if found is None or found.stopped or found.status is None:
         return found
     return found if sum(worker.status == 0 for worker in workers) <= len(failures) else None
@@ -199,7 +207,10 @@ def _named_entry(worker: Worker, root: Worker, keeps_files: bool, node: int | No
     return [
         *_place(worker, at, node),
         f"  exitcode  : {end}",
-        f"  error_file: {f'{root.files.error_file} (of rank {root.rank})' if keeps_files else '<N/A>'}",
+        (
+            "  error_file:"
+            f" {f'{root.files.error_file} (of rank {root.rank})' if keeps_files else '<N/A>'}"
+        ),
         f"  traceback : none; rank {root.rank} names it: {first_line(_cause(root))} (above)",
     ]
 
@@ -215,7 +226,8 @@ def _place(worker: Worker, at: float, node: int | None) -> list[str]:
 
 
 def _describe_others(failures: Sequence[Worker], root: Worker | None) -> list[str]:
-    """One line for each group of failures with the same end; ``root`` is the root cause, if it is in the report."""
+    """One line for each group of failures with the same end; ``root`` is the root cause, if it is
+    in the report."""
     groups: list[list[Worker]] = []
     for failure in failures:
         group = next((found for found in groups if _same_end(found[0], failure)), None)
@@ -257,7 +269,9 @@ def last_stderr_lines(worker: Worker) -> str:
     stacks_are_shown = worker.shows_stderr and any(line.endswith(_STACK) for line in tail)
     if worker.failure is not None or not tail or stacks_are_shown:
         return ""
-    return "\n".join([f"The last lines that rank {worker.rank} wrote to stderr:", *tail[-30:]]) + "\n"
+    return (
+        "\n".join([f"The last lines that rank {worker.rank} wrote to stderr:", *tail[-30:]]) + "\n"
+    )
 
 
 def first_line(text: str) -> str:

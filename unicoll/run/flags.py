@@ -1,4 +1,5 @@
-"""The flags of the launcher: torchrun's and some additional ones; each also has a variable PET_<NAME>."""
+"""The flags of the launcher: torchrun's and some additional ones; each also has a variable
+PET_<NAME>."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ PET_<NAME> in the environment, for example PET_NPROC_PER_NODE=4. Not supported: 
     workers = _Flags(parser, "workers")
     _workers_flags(workers)
     if as_torchs_launch:
-        workers.switch("use-env", "the program reads LOCAL_RANK, and gets no argument --local-rank=N")
+        workers.switch(
+            "use-env", "the program reads LOCAL_RANK, and gets no argument --local-rank=N"
+        )
     _nodes_flags(_Flags(parser, "several nodes"))
     _output_flags(_Flags(parser, "output"))
     _end_flags(_Flags(parser, "failures and signals"))
@@ -56,14 +59,19 @@ PET_<NAME> in the environment, for example PET_NPROC_PER_NODE=4. Not supported: 
 
 
 class _Flags:
-    """A group of flags in ``--help``; each one also has a spelling with underscores, and a variable PET_<NAME>."""
+    """A group of flags in ``--help``; each one also has a spelling with underscores, and a variable
+    PET_<NAME>."""
 
     def __init__(self, parser: OneLineParser, title: str) -> None:
         self._parser = parser
         self._group = parser.add_argument_group(title)
 
-    def value(self, name: str, default: Any, metavar: str, help: str, *short: str, **options: Any) -> None:
-        self._add(name, short, help, default=self._environ(name) or default, metavar=metavar, **options)
+    def value(
+        self, name: str, default: Any, metavar: str, help: str, *short: str, **options: Any
+    ) -> None:
+        self._add(
+            name, short, help, default=self._environ(name) or default, metavar=metavar, **options
+        )
 
     def switch(self, name: str, help: str, *short: str) -> None:
         value = self._environ(name) or "0"
@@ -74,9 +82,13 @@ class _Flags:
     def _environ(self, name: str) -> str | None:
         return os.environ.get(_variable(name))
 
-    def _add(self, name: str, short: Sequence[str], help: str, default: Any, **options: Any) -> None:
+    def _add(
+        self, name: str, short: Sequence[str], help: str, default: Any, **options: Any
+    ) -> None:
         underscored = name.replace("-", "_")
-        self._group.add_argument(*short, f"--{name}", dest=underscored, default=default, help=help, **options)
+        self._group.add_argument(
+            *short, f"--{name}", dest=underscored, default=default, help=help, **options
+        )
         if underscored != name:
             self._group.add_argument(
                 f"--{underscored}",
@@ -103,9 +115,15 @@ def _workers_flags(flags: _Flags) -> None:
     flags.switch("no-python", "the target is a command, not a Python script")
     flags.switch("run-path", "overrides --no-python")
     flags.value(
-        "role", "default", "NAME", "name of the workers, for prefixes and environment (default: default)"
+        "role",
+        "default",
+        "NAME",
+        "name of the workers, for prefixes and environment (default: default)",
     )
-    mpi = "start the workers with mpirun, which replaces this launcher: output, failures and signals are mpirun's"
+    mpi = (
+        "start the workers with mpirun, which replaces this launcher: output, failures and signals"
+        " are mpirun's"
+    )
     flags.switch("mpi", mpi)
     binding = f"bind each worker to the CPUs near its GPU: {', '.join(BINDINGS)}"
     flags.value("numa-binding", None, "MODE", binding)
@@ -115,14 +133,18 @@ def _workers_flags(flags: _Flags) -> None:
 def _nodes_flags(flags: _Flags) -> None:
     flags.value("nnodes", "1", "N", "number of nodes, each with its own launcher (default 1)")
     ranks = (
-        "this node's number; default: 0 on the host of the endpoint, the others in the order of their start"
+        "this node's number; default: 0 on the host of the endpoint, the others in the order of"
+        " their start"
     )
     flags.value("node-rank", None, "K", ranks, type=int)
     flags.value("master-addr", "127.0.0.1", "HOST", "address of node 0")
     port = "port on node 0 (default: any free one on one node, else 29500)"
     flags.value("master-port", None, "PORT", port, type=int)
     flags.value("rdzv-endpoint", "", "HOST:PORT", "alternative to the two flags above")
-    conf = "join_timeout=S: seconds that this node waits for the others (default 600); the rest has no effect"
+    conf = (
+        "join_timeout=S: seconds that this node waits for the others (default 600); the rest has no"
+        " effect"
+    )
     flags.value("rdzv-conf", "", "CONF", conf)
     flags.value("rdzv-id", "none", "NAME", "name of the job")
     flags.switch("standalone", "one node, with a unique name for the job")
@@ -130,26 +152,40 @@ def _nodes_flags(flags: _Flags) -> None:
 
 def _output_flags(flags: _Flags) -> None:
     flags.switch("no-prefix", "do not put [role rank]: before the workers' lines")
-    flags.value("local-ranks-filter", "", "LIST", "show only these local ranks' output, for example 0,2")
+    flags.value(
+        "local-ranks-filter", "", "LIST", "show only these local ranks' output, for example 0,2"
+    )
     flags.value("log-dir", None, "DIR", "directory for log files, one subdirectory per launch")
-    streams = "write to log files only: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:1"
+    streams = (
+        "write to log files only: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:1"
+    )
     flags.value("redirects", "0", "STREAMS", streams, "-r")
     flags.value("tee", "0", "STREAMS", "write to log files and to the console, same format", "-t")
-    copies = "copy lines with one of these texts, TEXT,TEXT, to filtered_{}.log beside the log files"
+    copies = (
+        "copy lines with one of these texts, TEXT,TEXT, to filtered_{}.log beside the log files"
+    )
     flags.value("duplicate-stdout-filters", "", "LIST", copies.format("stdout"))
     flags.value("duplicate-stderr-filters", "", "LIST", copies.format("stderr"))
 
 
 def _end_flags(flags: _Flags) -> None:
-    restarts = "after a failure start all workers again, at most N times (default 0; with --replace 10 for each node)"
+    restarts = (
+        "after a failure start all workers again, at most N times (default 0; with --replace 10 for"
+        " each node)"
+    )
     flags.value("max-restarts", None, "N", restarts, type=int)
     flags.switch(
-        "replace", "start only the worker again that has failed; the program calls unicoll.recover()"
+        "replace",
+        "start only the worker again that has failed; the program calls unicoll.recover()",
     )
     grace = "seconds that the others have to fail by themselves after the first failure (default 5)"
     flags.value("grace", 5.0, "S", grace, type=float)
-    flags.value("shutdown-timeout", None, "S", "seconds from SIGTERM to SIGKILL (default 30)", type=float)
-    signals = "signals that end the job, forwarded to the workers (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)"
+    flags.value(
+        "shutdown-timeout", None, "S", "seconds from SIGTERM to SIGKILL (default 30)", type=float
+    )
+    signals = (
+        "signals that end the job, forwarded to the workers (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)"
+    )
     flags.value("signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "LIST", signals)
     interval = "longest time in seconds between two checks of the workers (default 0.1)"
     flags.value("monitor-interval", 0.1, "S", interval, type=float)

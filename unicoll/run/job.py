@@ -22,17 +22,19 @@ def job_token() -> str:
 
 
 def job_variable(token: str) -> str:
-    """The value of UNICOLL_JOB for a job's processes: the tokens of the enclosing jobs, then its own."""
+    """The value of UNICOLL_JOB for a job's processes: the tokens of the enclosing jobs, then its
+    own."""
     enclosing = os.environ.get(JOB_VARIABLE)
     return f"{enclosing}:{token}" if enclosing else token
 
 
 def reserve_port(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
-    """Bind a TCP port on all interfaces without listening: a program that sets SO_REUSEADDR can listen there.
+    """Bind a TCP port on all interfaces without listening: a program that sets SO_REUSEADDR can
+    listen there.
 
-    While the socket is open the kernel does not assign the port to sockets that request any free port, as 0 does here
-    (:func:`unicoll.net.wire.interfaces.free_ports` of ``host``). If the port is in use, the message of the OSError has
-    it.
+    While the socket is open the kernel does not assign the port to sockets that request any free
+    port, as 0 does here (:func:`unicoll.net.wire.interfaces.free_ports` of ``host``). If the port
+    is in use, the message of the OSError has it.
     """
     if port:
         return _reserve(port, True)
@@ -48,16 +50,19 @@ def reserve_port(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
 def _reserve(port: int, is_requested: bool) -> socket.socket:
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-    except OSError:  # a kernel without IPv6
-        return _bind(socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port, is_requested)
+    except OSError:
+        # A kernel without IPv6.
+        return _bind(
+            socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port, is_requested
+        )
     sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     return _bind(sock, "::", port, is_requested)
 
 
 def _bind(sock: socket.socket, host: str, port: int, is_requested: bool) -> socket.socket:
     try:
-        # Without SO_REUSEADDR, bind does not pick a port that another process has reserved. A requested port may be
-        # in TIME_WAIT after the last job.
+        # Without SO_REUSEADDR, bind does not pick a port that another process has reserved. A
+        # requested port may be in TIME_WAIT after the last job.
         if is_requested:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
@@ -76,10 +81,10 @@ def job_environment(store: str, master_port: int) -> dict[str, str]:
 class LocalJob:
     """A job whose store this process serves: its secret, its store, its port.
 
-    The secret is ``secret`` or that of ``environ``; on one host it is else a new one. ``master_port`` is for the job's
-    own use (MASTER_PORT); None is a free one, and OSError is raised if it is in use. ``address`` is the one at which
-    processes of other hosts reach this one; None if all processes are on this host. DistNetworkError: the loopback
-    interface is down.
+    The secret is ``secret`` or that of ``environ``; on one host it is else a new one.
+    ``master_port`` is for the job's own use (MASTER_PORT); None is a free one, and OSError is
+    raised if it is in use. ``address`` is the one at which processes of other hosts reach this one;
+    None if all processes are on this host. DistNetworkError: the loopback interface is down.
     """
 
     def __init__(
@@ -101,7 +106,9 @@ class LocalJob:
         self._port = reserve_port(master_port or 0, host)
         self.master_port: int = self._port.getsockname()[1]
         try:
-            self.store: TCPStore = TCPStore(host, 0, is_master=True, wait_for_workers=False, secret=secret)
+            self.store: TCPStore = TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, secret=secret
+            )
         except BaseException:
             self._port.close()
             raise

@@ -1,4 +1,5 @@
-"""The file of UNICOLL_METRICS_FILE: the counters that the ranks of this node have written, in one file."""
+"""The file of UNICOLL_METRICS_FILE: the counters that the ranks of this node have written, in one
+file."""
 
 from __future__ import annotations
 
@@ -22,18 +23,25 @@ _FAMILY = re.compile(rb"(# HELP (\w+) .*\n# TYPE \2 counter\n)((?:\2\{.*\} \S+\n
 
 
 class MetricsFile:
-    """Rewrites the file until it is closed. With several nodes ``.nodeN`` is inserted before the suffix.
+    """Rewrites the file until it is closed. With several nodes ``.nodeN`` is inserted before the
+    suffix.
 
-    The ranks write their files to the launch's directory: a collector that reads all files of the user's directory
-    must not find a sample twice. The variable stays as it is for a job of one rank and for a name with ``{rank}``,
-    and if the directory does not exist: the error of the ranks then has the name that the user gave.
+    The ranks write their files to the launch's directory: a collector that reads all files of the
+    user's directory must not find a sample twice. The variable stays as it is for a job of one rank
+    and for a name with ``{rank}``, and if the directory does not exist: the error of the ranks then
+    has the name that the user gave.
 
     Attributes:
         environment: the workers' variable.
     """
 
     def __init__(
-        self, environ: Mapping[str, str], nnodes: int, place: Placement, logs: LogFiles, console: Console
+        self,
+        environ: Mapping[str, str],
+        nnodes: int,
+        place: Placement,
+        logs: LogFiles,
+        console: Console,
     ) -> None:
         self.environment: dict[str, str] = {}
         self._thread: threading.Thread | None = None
@@ -41,7 +49,8 @@ class MetricsFile:
         is_merged = path and "{rank}" not in path and place.world_size > 1
         if not is_merged or not os.path.isdir(os.path.dirname(path) or "."):
             return
-        if nnodes > 1:  # they may share the directory
+        # They may share the directory.
+        if nnodes > 1:
             stem, suffix = os.path.splitext(path)
             path = f"{stem}.node{place.node_rank}{suffix}"
         name = f"metrics_{place.attempt}"
@@ -61,7 +70,9 @@ class MetricsFile:
             self._stop.set()
             self._thread.join(_LAST_S)
             if self._thread.is_alive():
-                self._report(f"{self._path} is not complete: writing takes longer than {_LAST_S:g} s")
+                self._report(
+                    f"{self._path} is not complete: writing takes longer than {_LAST_S:g} s"
+                )
 
     def _work(self) -> None:
         try:
@@ -94,13 +105,15 @@ class MetricsFile:
                 yield text
 
     def _report(self, what: str) -> None:
-        if not self._has_failed:  # said once, not every few seconds
+        # Said once, not every few seconds.
+        if not self._has_failed:
             self._has_failed = True
             self._console.log(f"{METRICS_VARIABLE}: {what}")
 
 
 def merged(texts: Iterable[bytes]) -> bytes:
-    """One text of several in Prometheus's text format: the samples of a family follow its header."""
+    """One text of several in Prometheus's text format: the samples of a family follow its
+    header."""
     families: dict[bytes, list[bytes]] = {}
     for text in texts:
         for header, _, samples in _FAMILY.findall(text):

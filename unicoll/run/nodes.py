@@ -1,4 +1,5 @@
-"""The nodes of a launch as its attempts see them: the ranks of this one, and how an attempt ends on all of them."""
+"""The nodes of a launch as its attempts see them: the ranks of this one, and how an attempt ends on
+all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Cause(NamedTuple):
         exit_code: the launcher's.
         entry: lines of the report.
         consequence: True if it only reports the failure of another rank.
-        time: on the clock of ``time.monotonic``; where causes of several nodes are compared, on that of node 0.
+        time: on the clock of ``time.monotonic``; where causes of several nodes are compared, on
+            that of node 0.
     """
 
     summary: str
@@ -34,7 +36,8 @@ class Cause(NamedTuple):
 
 
 class NodeEnd(NamedTuple):
-    """How an attempt has ended on a node: why it has failed, and whether its workers can be started again."""
+    """How an attempt has ended on a node: why it has failed, and whether its workers can be started
+    again."""
 
     cause: Cause | None
     may_restart: bool
@@ -45,7 +48,8 @@ class FailureElsewhere(NamedTuple):
 
     Attributes:
         text: one line.
-        at_once: True if the workers of this node may not notice it: the launcher there is lost, or has stopped its own.
+        at_once: True if the workers of this node may not notice it: the launcher there is lost, or
+            has stopped its own.
     """
 
     text: str
@@ -81,22 +85,24 @@ class Nodes(ABC):
     def start(self, attempt: int, first_cause: Cause | None) -> Placement:
         """Begin an attempt, once all nodes do; DistError or OSError if it cannot be begun.
 
-        The placement may have a larger number of the attempt, and the cause of an earlier failure, if this launcher was
-        started later than the others.
+        The placement may have a larger number of the attempt, and the cause of an earlier failure,
+        if this launcher was started later than the others.
 
         Args:
             first_cause: why the first attempt has failed.
         """
 
     def announce(self, what: str, final: bool = False) -> None:  # noqa: B027 - one node needs none
-        """Tell the other nodes that the attempt has failed on this one; no restart comes after a ``final`` failure."""
+        """Tell the other nodes that the attempt has failed on this one; no restart comes after a
+        ``final`` failure."""
 
     def failure(self) -> FailureElsewhere | None:
         """Why the attempt has failed on another node; None if it has not."""
         return None
 
     def telling(self) -> AbstractContextManager[None]:
-        """A block that uses the workers' store; the launcher says what it waits for if that does not answer."""
+        """A block that uses the workers' store; the launcher says what it waits for if that does
+        not answer."""
         return nullcontext()
 
     def succeeded(self) -> bool:

@@ -1,8 +1,10 @@
-"""Output of the workers: from their pipes to the console and the log files, as whole lines with prefixes.
+"""Output of the workers: from their pipes to the console and the log files, as whole lines with
+prefixes.
 
-``Lines`` splits one stream into lines. ``Console`` writes to the launcher's own stdout and stderr in a thread, so
-that a slow reader (a pager, a full pipe) does not block the launcher's main loop. ``OutputPipe`` is one worker's pipe;
-``OutputPipes`` reads all of them with the main loop's selector.
+``Lines`` splits one stream into lines. ``Console`` writes to the launcher's own stdout and stderr
+in a thread, so that a slow reader (a pager, a full pipe) does not block the launcher's main loop.
+``OutputPipe`` is one worker's pipe; ``OutputPipes`` reads all of them with the main loop's
+selector.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO, NamedTuple
 
 _READ_SIZE = 1 << 16
-_PIPE_READS = 16  # reads that empty the largest pipe of an unprivileged process
+# Reads that empty the largest pipe of an unprivileged process.
+_PIPE_READS = 16
 _MAX_LINE = 1 << 20
 _MAX_BACKLOG = 8 << 20
 _TAIL_SIZE = 16 << 10
 _PROGRESS_PERIOD = (
-    1.0  # seconds between the printed states of a progress bar, if the output is not a terminal
+    # Seconds between the printed states of a progress bar, if the output is not a terminal.
+    1.0
 )
-_PROMPT_DELAY = 0.2  # seconds after which a terminal shows an unfinished line: it may be a prompt
+# Seconds after which a terminal shows an unfinished line: it may be a prompt.
+_PROMPT_DELAY = 0.2
 _ERASE_LINE = b"\r\x1b[K"
 _READER_ENDED = (errno.EPIPE, errno.EBADF, errno.EIO)
 _RETURN = re.compile(rb"\r(?=[^\r\n])")
@@ -35,8 +40,9 @@ _RETURN = re.compile(rb"\r(?=[^\r\n])")
 class Lines:
     """Splits a stream of bytes into whole lines and puts ``prefix`` before each.
 
-    No byte is dropped. A line longer than 1 MiB is split by an additional newline. The prefix is repeated after a
-    carriage return inside a line, since the following bytes overwrite the line on a terminal.
+    No byte is dropped. A line longer than 1 MiB is split by an additional newline. The prefix is
+    repeated after a carriage return inside a line, since the following bytes overwrite the line on
+    a terminal.
     """
 
     def __init__(self, prefix: bytes = b"", max_line: int = _MAX_LINE) -> None:
@@ -46,7 +52,8 @@ class Lines:
 
     @property
     def unfinished(self) -> bytes:
-        """The text after the last carriage return of the unfinished line, with the prefix; empty if there is none."""
+        """The text after the last carriage return of the unfinished line, with the prefix; empty if
+        there is none."""
         state = bytes(self._pending.rpartition(b"\r")[2])
         return self._prefix + state if state else b""
 
@@ -121,7 +128,8 @@ class Console:
     def write(self, fd: int, data: bytes, owner: object = None, is_state: bool = False) -> None:
         """Queue whole lines for ``fd``.
 
-        With ``is_state``, on a terminal: an unfinished line, shown below all others until ``owner`` writes again.
+        With ``is_state``, on a terminal: an unfinished line, shown below all others until ``owner``
+        writes again.
         """
         if data:
             self._enqueue(_Output(fd, data, owner, is_state))
@@ -137,7 +145,8 @@ class Console:
     def show_status(self, text: str) -> None:
         """On a terminal: the launcher's state in one line, shown below all others; none if empty.
 
-        Not in the background, where the terminal shows what the user types, and not if TERM is "dumb".
+        Not in the background, where the terminal shows what the user types, and not if TERM is
+        "dumb".
         """
         text = f"unicoll.run: {text}" if text and self._may_show_status() else ""
         if text != self._status_text:
@@ -147,7 +156,8 @@ class Console:
     def _may_show_status(self) -> bool:
         try:
             in_foreground = os.tcgetpgrp(2) == os.getpgrp()
-        except OSError:  # not this session's terminal
+        except OSError:
+            # Not this session's terminal.
             return False
         return 2 in self.terminals and in_foreground and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -173,7 +183,9 @@ class Console:
                 if not self._queue:
                     return
                 output = self._queue.popleft()
-            self._write(output.fd, self._with_state(output) if output.fd in self.terminals else output.data)
+            self._write(
+                output.fd, self._with_state(output) if output.fd in self.terminals else output.data
+            )
             with self._changed:
                 was_full = self.full
                 self._backlog -= len(output.data)
@@ -182,7 +194,8 @@ class Console:
                 self._wake()
 
     def _with_state(self, output: _Output) -> bytes:
-        """The bytes that write ``output`` above the last line, which is a worker's state, else the launcher's."""
+        """The bytes that write ``output`` above the last line, which is a worker's state, else the
+        launcher's."""
         data = _ERASE_LINE if self._last_line else b""
         if output.owner is self:
             self._status = output.data[: _columns() - 1]
@@ -200,9 +213,11 @@ class Console:
         while view and fd not in self._closed_fds:
             try:
                 view = view[os.write(fd, view) :]
-            except BlockingIOError:  # stdout is in non-blocking mode
+            except BlockingIOError:
+                # Stdout is in non-blocking mode.
                 select.select([], [fd], [], 1.0)
-            except OSError as error:  # the job continues
+            except OSError as error:
+                # The job continues.
                 self._closed_fds.add(fd)
                 if fd == 1 and error.errno not in _READER_ENDED:
                     text = f"unicoll.run: standard output: {error.strerror}; no longer written\n"
@@ -224,7 +239,8 @@ def _is_terminal(fd: int) -> bool:
 
 
 class LogFile:
-    """A file that the launcher writes; after an error it is not written any more, and the console says so."""
+    """A file that the launcher writes; after an error it is not written any more, and the console
+    says so."""
 
     def __init__(self, file: BinaryIO, path: str, console: Console) -> None:
         self._console = console
@@ -261,9 +277,12 @@ class LineCopies:
         """Copy those of some whole lines, each after ``prefix``."""
         if any(text in lines for text in self._texts):
             shown = [
-                line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines.removesuffix(b"\n").split(b"\n")
+                line.rstrip(b"\r").rpartition(b"\r")[2]
+                for line in lines.removesuffix(b"\n").split(b"\n")
             ]
-            found = [prefix + line + b"\n" for line in shown if any(text in line for text in self._texts)]
+            found = [
+                prefix + line + b"\n" for line in shown if any(text in line for text in self._texts)
+            ]
             self._file.write(b"".join(found))
 
     def close(self) -> None:
@@ -275,7 +294,8 @@ class OutputPipe:
 
     Args:
         fd: the pipe; owned by this object.
-        console, target: lines are written to the console's file descriptor ``target`` (1 or 2), not if None.
+        console, target: lines are written to the console's file descriptor ``target`` (1 or 2), not
+            if None.
         prefix: put before each line.
         log: the file for the unchanged bytes, or None; owned by this object.
         copies: for the lines that have some texts, or None.
@@ -325,7 +345,8 @@ class OutputPipe:
         return self._target is not None and bool(self._lines.unfinished)
 
     def read(self) -> int | None:
-        """Forward up to 64 KiB from the pipe; returns the number of bytes, 0 at its end, None if nothing is there."""
+        """Forward up to 64 KiB from the pipe; returns the number of bytes, 0 at its end, None if
+        nothing is there."""
         try:
             data = os.read(self.fd, _READ_SIZE)
         except BlockingIOError:
@@ -409,7 +430,8 @@ class OutputPipes:
             self._drop(stream)
 
     def tick(self) -> None:
-        """Pause or resume reading according to the console's backlog, and show old unfinished lines."""
+        """Pause or resume reading according to the console's backlog, and show old unfinished
+        lines."""
         if self._paused != self._console.full:
             self._paused = self._console.full
             for stream in self._open:

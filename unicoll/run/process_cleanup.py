@@ -1,17 +1,20 @@
 """Finding and killing a job's processes, so that none outlives the job.
 
-A job's processes are identified in two ways. Each worker leads its own session and process group, and has the job's
-random token in the environment variable UNICOLL_JOB, which its descendants inherit even if they leave the session. A
-launch inside a launch appends its token, so that the outer job still identifies all of its processes. A process that
-should outlive the job removes UNICOLL_JOB from its environment and leaves the worker's session.
+A job's processes are identified in two ways. Each worker leads its own session and process group,
+and has the job's random token in the environment variable UNICOLL_JOB, which its descendants
+inherit even if they leave the session. A launch inside a launch appends its token, so that the
+outer job still identifies all of its processes. A process that should outlive the job removes
+UNICOLL_JOB from its environment and leaves the worker's session.
 
-This file is also run by its path, as the guard: a process that outlives a launcher killed by SIGKILL.
+This file is also run by its path, as the guard: a process that outlives a launcher killed by
+SIGKILL.
 
     python process_cleanup.py TOKEN SCRATCH_DIRECTORY     (the second may be empty)
 
-It reads lines from standard input: ``+PID`` is the leader of a worker's session, ``-PID`` means that the worker has
-been reaped and nothing of its session is left, ``done`` means that the launcher has cleaned up. At the end of input
-without ``done`` it kills the job and removes the scratch directory.
+It reads lines from standard input: ``+PID`` is the leader of a worker's session, ``-PID`` means
+that the worker has been reaped and nothing of its session is left, ``done`` means that the launcher
+has cleaned up. At the end of input without ``done`` it kills the job and removes the scratch
+directory.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ JOB_VARIABLE = "UNICOLL_JOB"
 
 
 def members(token: str, leaders: Collection[int]) -> list[int]:
-    """Pids of the job's running processes, from /proc, without this process and other users' processes."""
+    """Pids of the job's running processes, from /proc, without this process and other users'
+    processes."""
     marker = token.encode()
     own_pid = os.getpid()
     found = []
@@ -35,7 +39,8 @@ def members(token: str, leaders: Collection[int]) -> list[int]:
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
-                # The command name is in parentheses and may contain any character, also parentheses.
+                # The command name is in parentheses and may contain any character, also
+                # parentheses.
                 state, _parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
             if state in (b"Z", b"X"):
                 continue
@@ -44,7 +49,8 @@ def members(token: str, leaders: Collection[int]) -> list[int]:
                     if marker not in file.read():
                         continue
         except (OSError, ValueError):
-            continue  # it has ended, or is another user's
+            # It has ended, or is another user's.
+            continue
         found.append(int(name))
     return found
 
@@ -66,7 +72,8 @@ def kill_process(pid: int, number: int) -> None:
 
 
 def kill_members(token: str, leaders: Collection[int], seconds: float) -> list[int]:
-    """SIGKILL the job's processes until none is left, for at most ``seconds``; returns the remaining ones."""
+    """SIGKILL the job's processes until none is left, for at most ``seconds``; returns the
+    remaining ones."""
     deadline = time.monotonic() + seconds
     while left := members(token, leaders):
         for pid in left:
@@ -81,7 +88,8 @@ class Guard:
     """The launcher's side: starts the guard process and sends it the workers' sessions."""
 
     def __init__(self, token: str, scratch: str = "") -> None:
-        import subprocess  # not needed, and not loaded, in the guard process itself
+        # Not needed, and not loaded, in the guard process itself.
+        import subprocess
 
         self._timeout = subprocess.TimeoutExpired
         # Without the variable: the guard is not a process of the job.
@@ -124,12 +132,14 @@ class Guard:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         except OSError:
-            pass  # the guard was killed; the workers still die with the launcher
+            # The guard was killed; the workers still die with the launcher.
+            pass
 
 
 def _main(token: str, scratch: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its launcher, not before
+        # It ends with its launcher, not before.
+        signal.signal(number, signal.SIG_IGN)
     leaders: set[int] = set()
     for line in sys.stdin:
         if line == "done\n":

@@ -1,9 +1,11 @@
-"""The launchers of a job on several nodes: which ranks each of them starts, and what they tell each other.
+"""The launchers of a job on several nodes: which ranks each of them starts, and what they tell each
+other.
 
-The launcher on the endpoint's host, or that of node 0, serves a store at the endpoint; the others connect to it. When
-all have arrived they form a round: each gets a node rank, and they are connected by a control plane of their own
-(:mod:`unicoll.net.control`), which shows at once that a launcher has ended. A round lasts for any number of attempts.
-If a launcher dies, the others form another round, in which it takes part if it is started again.
+The launcher on the endpoint's host, or that of node 0, serves a store at the endpoint; the others
+connect to it. When all have arrived they form a round: each gets a node rank, and they are
+connected by a control plane of their own (:mod:`unicoll.net.control`), which shows at once that a
+launcher has ended. A round lasts for any number of attempts. If a launcher dies, the others form
+another round, in which it takes part if it is started again.
 """
 
 from __future__ import annotations
@@ -52,9 +54,11 @@ from unicoll.run.signals import SignalQueue
 log = logs.logger("run")
 
 _HOST_TIMEOUT_S = 15.0
-"""Seconds after which a host that does not answer counts as down; as long as for torchrun's agents."""
+"""Seconds after which a host that does not answer counts as down; as long as for torchrun's
+agents."""
 _CONNECT_S = 8.0
-"""Seconds in which launchers that have all arrived connect to each other; after that they form another round."""
+"""Seconds in which launchers that have all arrived connect to each other; after that they form
+another round."""
 _POLL_S = 0.2
 """Seconds between checks for other launchers' keys and departures."""
 _PAUSE_S = 0.05
@@ -70,7 +74,8 @@ _LAST = 1e18
 _CAUSE = (str, int, [str], bool, float)
 """A :class:`Cause` in JSON."""
 _FINAL = "end"
-"""The operation in the announcement of a launcher that ends, so that the attempt is not repeated."""
+"""The operation in the announcement of a launcher that ends, so that the attempt is not
+repeated."""
 
 
 class _Node(NamedTuple):
@@ -114,31 +119,38 @@ class SeveralNodes(Nodes):
         self._console = console
         self._signals = signals
         self._secret = find_secret()
-        self._address = ""  # to listen on
+        # To listen on.
+        self._address = ""
         self._endpoint = interfaces.join_hostport(options.master_addr, options.master_port)
         self._values = f"value of the launchers at {self._endpoint}"
         self._size = options.nnodes
         self._rank = -1 if options.node_rank is None else options.node_rank
         self._token = secrets.token_hex(8)
         self._root: TCPStore | None = None
-        self._server = b""  # random text of the one that serves the store
+        # Random text of the one that serves the store.
+        self._server = b""
         self._serves = False
         self._round = 0
         self._nodes: list[_Node] = []
         self._control: ControlClient | None = None
-        self._store: Store | None = None  # the round's
+        # The round's.
+        self._store: Store | None = None
         self._exchanges = 0
         self._attempt = ""
         self._job: LocalJob | None = None
         self._workers_store: TCPStore | None = None
-        self._agreed = False  # the attempt has ended on all nodes
-        self._has_succeeded = False  # this node's workers have, and the others can see it
+        # The attempt has ended on all nodes.
+        self._agreed = False
+        # This node's workers have, and the others can see it.
+        self._has_succeeded = False
         self._next_poll = 0.0
-        self._store_failed: float | None = None  # since when it has refused requests
+        # Since when it has refused requests.
+        self._store_failed: float | None = None
         self._waits_for = ""
-        self._shown: set[str] = set()  # errors in this start of an attempt
+        # Errors in this start of an attempt.
+        self._shown: set[str] = set()
 
-    # --- attempts ---------------------------------------------------------------------------------------------
+    # --- attempts ---------------------------------------------------------------------------------
 
     def start(self, attempt: int, first_cause: Cause | None) -> Placement:
         deadline = time.monotonic() + self._options.join_timeout
@@ -173,8 +185,14 @@ class SeveralNodes(Nodes):
             except DistNetworkError as error:
                 raise DistError(str(error)) from error
             ports = [job.store.port, job.master_port]
-        own = {"attempt": attempt, "first": [] if first_cause is None else [first_cause], "ports": ports}
-        starts = self._exchange(own, deadline, {"attempt": int, "first": [_CAUSE], "ports": (int, int)})
+        own = {
+            "attempt": attempt,
+            "first": [] if first_cause is None else [first_cause],
+            "ports": ports,
+        }
+        starts = self._exchange(
+            own, deadline, {"attempt": int, "first": [_CAUSE], "ports": (int, int)}
+        )
         attempt = max(start["attempt"] for start in starts)
         causes = [_of_another_node(_received(each)) for start in starts for each in start["first"]]
         port, master_port = starts[0]["ports"]
@@ -186,19 +204,26 @@ class SeveralNodes(Nodes):
             store = self._job.store
         else:
             try:
-                store = self._workers_store = TCPStore(host, port, secret=self._secret, timeout=_CONNECT_S)
+                store = self._workers_store = TCPStore(
+                    host, port, secret=self._secret, timeout=_CONNECT_S
+                )
             except (DistNetworkError, StoreTimeoutError) as error:
                 if self._lost():
                     raise
                 raise DistError(f"the workers' store: {error}") from error
         first_rank = sum(nprocs[: self._rank])
-        first_cause = next(iter(causes), None)  # all that know it agreed on it
-        return Placement(attempt, self._rank, first_rank, sum(nprocs), environment, store, first_cause)
+        # All that know it agreed on it.
+        first_cause = next(iter(causes), None)
+        return Placement(
+            attempt, self._rank, first_rank, sum(nprocs), environment, store, first_cause
+        )
 
     def announce(self, what: str, final: bool = False) -> None:
         if self._control is not None and not self._agreed:
             op = _FINAL if final else None
-            error = DistError(f"{self._describe(self._rank)}: {first_line(what)}", rank=self._rank, op=op)
+            error = DistError(
+                f"{self._describe(self._rank)}: {first_line(what)}", rank=self._rank, op=op
+            )
             with self.telling():
                 self._control.announce_failure(self._attempt, range(self._size), error)
 
@@ -232,7 +257,9 @@ class SeveralNodes(Nodes):
             if not self._has_succeeded:
                 self._store.set(f"{self._attempt} succeeded/{self._rank}", b"1")
                 self._has_succeeded = True
-            found = self._store.check([f"{self._attempt} succeeded/{rank}" for rank in range(self._size)])
+            found = self._store.check(
+                [f"{self._attempt} succeeded/{rank}" for rank in range(self._size)]
+            )
             self._store_failed = None
         except DistError:
             self._store_failed = self._store_failed or time.monotonic()
@@ -276,12 +303,15 @@ class SeveralNodes(Nodes):
         if not causes:
             return NodeEnd(None, False)
         first = announced.rank if announced is not None else None
-        _, cause = min(causes, key=lambda each: (each[1].consequence, each[0] != first, each[1].time))
+        _, cause = min(
+            causes, key=lambda each: (each[1].consequence, each[0] != first, each[1].time)
+        )
         may_restart = end.may_restart and not self._has_ended()
         return NodeEnd(cause, may_restart and all(each["may_restart"] for each in ends))
 
     def _on_clock_of_node_0(self, cause: Cause) -> Cause:
-        """The cause with its time on the clock of node 0, so that all nodes find the same one to be the first."""
+        """The cause with its time on the clock of node 0, so that all nodes find the same one to be
+        the first."""
         offset = self._control.measure_clock() if self._control is not None else None
         return cause._replace(time=_LAST if offset is None else cause.time + offset.seconds)
 
@@ -289,7 +319,8 @@ class SeveralNodes(Nodes):
         self._close_job()
         control, self._control = self._control, None
         if control is not None:
-            deadline = time.monotonic() + _LEAVE_S  # the others may still read from the store
+            # The others may still read from the store.
+            deadline = time.monotonic() + _LEAVE_S
             while self._serves and self._agreed and len(control.departed) < self._size - 1:
                 if time.monotonic() >= deadline:
                     break
@@ -305,7 +336,7 @@ class SeveralNodes(Nodes):
         if store is not None:
             store.close()
 
-    # --- between the launchers --------------------------------------------------------------------------------
+    # --- between the launchers --------------------------------------------------------------------
 
     def _describe(self, rank: int) -> str:
         node = self._nodes[rank]
@@ -329,23 +360,29 @@ class SeveralNodes(Nodes):
         return f"{self._describe(ranks[0])} {how}"
 
     def _has_ended(self) -> bool:
-        """True if a launcher has ended by itself, and none has died: none is expected in its place."""
+        """True if a launcher has ended by itself, and none has died: none is expected in its
+        place."""
         control = self._control
         return control is not None and not control.died and bool(control.left - {self._rank})
 
-    def _exchange(self, record: Mapping[str, Any], deadline: float, kind: Any) -> list[dict[str, Any]]:
-        """The records of all nodes, which are of a kind as for :func:`unicoll.net.objects.received_json.parse`.
+    def _exchange(
+        self, record: Mapping[str, Any], deadline: float, kind: Any
+    ) -> list[dict[str, Any]]:
+        """The records of all nodes, which are of a kind as for
+        :func:`unicoll.net.objects.received_json.parse`.
 
         RankLostError or OperationTimeoutError names a node that does not send its own.
         """
         assert self._store is not None
         if self._control is not None and self._rank and 0 in self._control.died:
-            raise RankLostError(self._lost())  # its store would not answer for seconds
+            # Its store would not answer for seconds.
+            raise RankLostError(self._lost())
         self._exchanges += 1
         keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], json.dumps(record))
         while True:
-            lost = self._lost()  # before: a launcher that ends in order has seen all records
+            # Before: a launcher that ends in order has seen all records.
+            lost = self._lost()
             if _have(self._store, keys):
                 break
             if lost:
@@ -353,10 +390,12 @@ class SeveralNodes(Nodes):
             if time.monotonic() >= deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if missing:
-                    raise OperationTimeoutError(f"no answer from {', '.join(map(self._describe, missing))}")
+                    raise OperationTimeoutError(
+                        f"no answer from {', '.join(map(self._describe, missing))}"
+                    )
         return [from_store(self._values, each, kind) for each in self._store.multi_get(keys)]
 
-    # --- rounds -----------------------------------------------------------------------------------------------
+    # --- rounds -----------------------------------------------------------------------------------
 
     def _form_round(self, deadline: float) -> None:
         """Wait until the launchers of all nodes have arrived, and connect to them."""
@@ -377,12 +416,15 @@ class SeveralNodes(Nodes):
             self._assign(store, own, deadline)
         else:
             store.queue_push("arrivals", json.dumps(own))
-            self._round = number  # after the arrival is known
+            # After the arrival is known.
+            self._round = number
         while not _have(store, [f"rank/{token}"]):
             if (reason := store.try_get(f"refused/{token}")) is not None:
                 raise DistArgumentError(printable_line(reason.decode(errors="replace"), 2000))
             if self._number_of_round(root) != self._round:
-                raise RankLostError(f"another round was formed at {self._endpoint} without this launcher")
+                raise RankLostError(
+                    f"another round was formed at {self._endpoint} without this launcher"
+                )
             self._wait(f"the other launchers at {self._endpoint}", deadline)
         try:
             found = parse(store.get("nodes"), {"nodes": [list], "key": str})
@@ -396,7 +438,8 @@ class SeveralNodes(Nodes):
         self._connect(PrefixStore("launchers", store), round_key, deadline)
 
     def _connect(self, store: PrefixStore, round_key: bytes, deadline: float) -> None:
-        """Connect to the launchers of the round. ``round_key`` is its key if the job has no secret."""
+        """Connect to the launchers of the round. ``round_key`` is its key if the job has no
+        secret."""
         text = f"launchers of round {self._round} of {self._server.decode()}"
         key = hmac.digest(self._secret.key or round_key, text.encode(), "sha256")
         self._store = SignedStore(store, key)
@@ -409,7 +452,9 @@ class SeveralNodes(Nodes):
             control.start(self._store, min(_CONNECT_S, seconds_left(deadline, 0.1)), self._endpoint)
         except OperationTimeoutError as error:
             missing = ", ".join(map(self._describe, error.missing or [0]))
-            raise OperationTimeoutError(f"not connected to the other launchers: {missing}") from error
+            raise OperationTimeoutError(
+                f"not connected to the other launchers: {missing}"
+            ) from error
         except RankLostError as error:
             raise RankLostError(self._lost() or str(error)) from error
         except DistNetworkError as error:
@@ -418,31 +463,47 @@ class SeveralNodes(Nodes):
             raise DistNetworkError(f"{self._describe(0)}: {error}") from error
 
     def _assign(self, store: Store, own: _Node, deadline: float) -> None:
-        """Store the launchers of the round in the order of their node ranks, once all have arrived."""
-        nodes = [own._replace(rank=0, is_fixed=True)]  # this one, which serves the workers' store
+        """Store the launchers of the round in the order of their node ranks, once all have
+        arrived."""
+        # This one, which serves the workers' store.
+        nodes = [own._replace(rank=0, is_fixed=True)]
         while len(nodes) < self._size:
             try:
-                node = _Node.parse(parse(store.queue_pop("arrivals", block=False), list), self._size)
+                node = _Node.parse(
+                    parse(store.queue_pop("arrivals", block=False), list), self._size
+                )
             except ValueError:
                 self._console.log(
-                    f"ignored a message at {self._endpoint} that is not from a launcher of this version"
+                    f"ignored a message at {self._endpoint} that is not from a launcher of this"
+                    " version"
                 )
                 continue
             except QueueEmptyError:
-                missing = f"{self._size - len(nodes)} of {self._size} nodes to connect to {self._endpoint}"
-                self._wait(f"{missing}; connected: {', '.join(node.describe() for node in nodes)}", deadline)
+                missing = (
+                    f"{self._size - len(nodes)} of {self._size} nodes to connect to"
+                    f" {self._endpoint}"
+                )
+                self._wait(
+                    f"{missing}; connected: {', '.join(node.describe() for node in nodes)}",
+                    deadline,
+                )
                 time.sleep(_PAUSE_S)
                 continue
             if node.token in [one.token for one in nodes]:
-                continue  # pushed again: the first push may have been lost
+                # Pushed again: the first push may have been lost.
+                continue
             if reason := self._refusal(nodes[0], node):
                 store.set(f"refused/{node.token}", reason)
                 self._console.log(f"{node.describe()} is refused: {reason}")
                 continue
             for one in nodes[1:]:
-                if node.is_fixed and one.is_fixed and one.rank == node.rank:  # it may have died
+                # It may have died.
+                if node.is_fixed and one.is_fixed and one.rank == node.rank:
                     nodes.remove(one)
-                    store.set(f"refused/{one.token}", f"{node.describe()} has --node-rank {node.rank}, too")
+                    store.set(
+                        f"refused/{one.token}",
+                        f"{node.describe()} has --node-rank {node.rank}, too",
+                    )
             nodes.append(node)
         chosen: dict[int, _Node] = {}
         for node in sorted(nodes, key=lambda node: not node.is_fixed):
@@ -452,7 +513,9 @@ class SeveralNodes(Nodes):
         order = [chosen[rank] if rank in chosen else next(others) for rank in range(self._size)]
         round_key = "" if self._secret.key else secrets.token_hex(32)
         store.set("nodes", json.dumps({"nodes": order, "key": round_key}))
-        store.multi_set([f"rank/{node.token}" for node in order], [str(rank) for rank in range(self._size)])
+        store.multi_set(
+            [f"rank/{node.token}" for node in order], [str(rank) for rank in range(self._size)]
+        )
 
     def _refusal(self, own: _Node, other: _Node) -> str:
         """Why another launcher cannot take part; "" if it can."""
@@ -480,7 +543,8 @@ class SeveralNodes(Nodes):
             if (number := self._number_of_round(root)) > self._round:
                 return number
             self._wait(
-                f"a free node rank at {self._endpoint}: all {self._size} nodes are connected", deadline
+                f"a free node rank at {self._endpoint}: all {self._size} nodes are connected",
+                deadline,
             )
             time.sleep(_PAUSE_S)
 
@@ -501,10 +565,11 @@ class SeveralNodes(Nodes):
         if store_is_lost:
             self._close_root()
 
-    # --- the store at the endpoint ----------------------------------------------------------------------------
+    # --- the store at the endpoint ----------------------------------------------------------------
 
     def _open_root(self, deadline: float) -> TCPStore:
-        """Serve the store at the endpoint, or connect to it; DistError if this host has no address for the others."""
+        """Serve the store at the endpoint, or connect to it; DistError if this host has no address
+        for the others."""
         host, asked = self._options.master_addr, self._options.node_rank
 
         def say(text: str) -> None:
@@ -530,14 +595,19 @@ class SeveralNodes(Nodes):
             except (DistNetworkError, StoreTimeoutError) as error:
                 if _is_refusal(error):
                     raise
-                what = f"node 0 to listen on {self._endpoint}: the launcher on that host, or the one with --node-rank 0"
+                what = (
+                    f"node 0 to listen on {self._endpoint}: the launcher on that host, or the one"
+                    " with --node-rank 0"
+                )
                 self._wait(f"{what} ({error})", deadline)
             time.sleep(_PAUSE_S)
 
     def _serve_root(self) -> TCPStore:
         host, port = self._options.master_addr, self._options.master_port
         assert port is not None
-        self._root = root = TCPStore(host, port, is_master=True, wait_for_workers=False, secret=self._secret)
+        self._root = root = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, secret=self._secret
+        )
         self._serves = True
         self._server, self._round = secrets.token_hex(8).encode(), 0
         root.set("server", self._server)
@@ -572,7 +642,9 @@ def _plain_cause(text: str) -> Cause:
 def _received(packed: Sequence[Any]) -> Cause:
     """The cause that another launcher has sent."""
     summary, exit_code, entry, consequence, when = packed
-    return Cause(printable_line(summary), exit_code, [*map(printable_line, entry)], consequence, when)
+    return Cause(
+        printable_line(summary), exit_code, [*map(printable_line, entry)], consequence, when
+    )
 
 
 def _of_another_node(cause: Cause) -> Cause:

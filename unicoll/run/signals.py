@@ -15,12 +15,13 @@ from typing import Any
 from unicoll.errors import DistError
 
 HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that end nobody: they are sent to the workers that handle them. SIGUSR1 requests dumps of unicoll's jobs;
-batch systems warn of the end of a job by either."""
+"""Signals that end nobody: they are sent to the workers that handle them. SIGUSR1 requests dumps of
+unicoll's jobs; batch systems warn of the end of a job by either."""
 
 
 class SignalQueue:
-    """The signals that end a launch, in the order of their arrival, and those that are handed on to the workers.
+    """The signals that end a launch, in the order of their arrival, and those that are handed on to
+    the workers.
 
     While no worker has been started, a signal that ends the launch raises SystemExit(128 + N).
 
@@ -49,7 +50,8 @@ class SignalQueue:
         if threading.current_thread() is not threading.main_thread():
             raise DistError("the launcher handles signals and must run in the main thread")
         for number in {*self._numbers, signal.SIGCHLD, *HANDED_ON}:
-            # Signals that are ignored at the start stay ignored: SIGHUP under nohup, SIGINT in the background.
+            # Signals that are ignored at the start stay ignored: SIGHUP under nohup, SIGINT in the
+            # background.
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
@@ -65,7 +67,8 @@ class SignalQueue:
 
     @contextmanager
     def exit_on_signal(self) -> Iterator[None]:
-        """While no worker runs: a signal that has arrived or arrives now ends the launch with SystemExit(128 + N)."""
+        """While no worker runs: a signal that has arrived or arrives now ends the launch with
+        SystemExit(128 + N)."""
         before, self.started = self.started, False
         try:
             if self.received:
@@ -89,7 +92,8 @@ class SignalQueue:
 
     def wake(self) -> None:
         """Make :meth:`fileno` readable, from any thread."""
-        with suppress(OSError):  # full: it is readable; closed: the launch has ended
+        # Full: it is readable; closed: the launch has ended.
+        with suppress(OSError):
             self._write.send(b"\0")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -98,5 +102,6 @@ class SignalQueue:
         elif number != signal.SIGCHLD:
             self.seen = True
             if not self.started:
-                self._exit(signal.Signals(number))  # nothing runs, and the main loop may not be reached
+                # Nothing runs, and the main loop may not be reached.
+                self._exit(signal.Signals(number))
             self.received.append(signal.Signals(number))

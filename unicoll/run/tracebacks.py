@@ -1,4 +1,5 @@
-"""The exceptions that workers have recorded, and their tracebacks, each distinct one once with its ranks."""
+"""The exceptions that workers have recorded, and their tracebacks, each distinct one once with its
+ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _VARIES = re.compile(r"\b(?i:pid) \d+|#\d+\b|\b0x[0-9a-fA-F]+\b")
 CONSEQUENCES = ("unicoll.errors.RankLostError", "unicoll.errors.GroupAbortedError")
 """Errors that report the failure of another rank."""
 DETECTION_DELAY = 0.1
-"""Seconds by which the detection of an end may be late; errors that it causes in other ranks must not look earlier."""
+"""Seconds by which the detection of an end may be late; errors that it causes in other ranks must
+not look earlier."""
 
 
 class ExceptionRecord(NamedTuple):
@@ -28,7 +30,8 @@ class ExceptionRecord(NamedTuple):
         traceback: as printed, with unicoll's own frames folded.
         named: the ranks that it names as missing or lost, or as the only one whose call differs.
         consequence: True if it only reports the failure of another rank.
-        final: True if it certainly ended the program (worker_main.py wrote it), not perhaps only a function.
+        final: True if it certainly ended the program (worker_main.py wrote it), not perhaps only a
+            function.
     """
 
     time: float | None
@@ -56,7 +59,11 @@ def read_record(path: str, directory: int | None = None) -> ExceptionRecord | No
             traceback = extra.get("traceback") or callstack or text
         return ExceptionRecord(
             # The clock of another time namespace may be ahead.
-            time=min(extra["monotonic_ns"] / 1e9, time.monotonic()) if "monotonic_ns" in extra else None,
+            time=(
+                min(extra["monotonic_ns"] / 1e9, time.monotonic())
+                if "monotonic_ns" in extra
+                else None
+            ),
             message=str(text),
             traceback=str(traceback),
             consequence=any(name in CONSEQUENCES for name in extra.get("classes", ())),
@@ -78,8 +85,9 @@ def describe_exit(status: int, pid: int) -> str:
 def keys(text: str, rank: int) -> set[str]:
     """Keys of a rank's text; two ranks have the same error if they share a key.
 
-    Pids, sequence numbers and addresses are masked in both keys, the rank's own number in one of them. (Not in both:
-    in an error that lists all ranks and is the same on all of them, every rank would mask another number.)
+    Pids, sequence numbers and addresses are masked in both keys, the rank's own number in one of
+    them. (Not in both: in an error that lists all ranks and is the same on all of them, every rank
+    would mask another number.)
     """
     same = _VARIES.sub("_", text)
     return {same, re.sub(rf"(?i)\brank {rank}\b", "rank _", same)}
@@ -90,8 +98,10 @@ class _Group:
     """Ranks with the same traceback."""
 
     keys: set[str] = field(default_factory=set)
-    texts: dict[int, str] = field(default_factory=dict)  # by rank; not yet printed
-    shown: int | None = None  # the rank whose text was printed for all
+    # By rank; not yet printed.
+    texts: dict[int, str] = field(default_factory=dict)
+    # The rank whose text was printed for all.
+    shown: int | None = None
 
 
 class Tracebacks:
@@ -110,8 +120,11 @@ class Tracebacks:
         group.texts[rank] = text
 
     def take(self, last: int | None = None) -> str:
-        """The tracebacks that were not yet returned, as lines, in order of arrival, with rank ``last``'s at the end."""
-        groups = sorted(filter(lambda one: one.texts, self._groups), key=lambda one: last in one.texts)
+        """The tracebacks that were not yet returned, as lines, in order of arrival, with rank
+        ``last``'s at the end."""
+        groups = sorted(
+            filter(lambda one: one.texts, self._groups), key=lambda one: last in one.texts
+        )
         return "".join(map(_take, groups))
 
 

@@ -1,12 +1,14 @@
-"""The first program of each worker process. The launcher starts it by its path; it does not import unicoll.
+"""The first program of each worker process. The launcher starts it by its path; it does not import
+unicoll.
 
     python worker_main.py LAUNCHER_PID print|record script|module|command TARGET [ARGUMENT ...]
 
-It ensures that the process ends with the launcher, and then runs the user's target: a script or a module
-runs in this process as plain ``python`` runs it (``sys.argv``, ``sys.path[0]``, ``__main__``, exit codes,
-``KeyboardInterrupt``), a command replaces the process. An uncaught exception is recorded in the
-file TORCHELASTIC_ERROR_FILE, in torch's format. With ``print`` the interpreter also prints it as usual; with
-``record`` the launcher prints the record, and the worker prints only exceptions that could not be recorded.
+It ensures that the process ends with the launcher, and then runs the user's target: a script or a
+module runs in this process as plain ``python`` runs it (``sys.argv``, ``sys.path[0]``,
+``__main__``, exit codes, ``KeyboardInterrupt``), a command replaces the process. An uncaught
+exception is recorded in the file TORCHELASTIC_ERROR_FILE, in torch's format. With ``print`` the
+interpreter also prints it as usual; with ``record`` the launcher prints the record, and the worker
+prints only exceptions that could not be recorded.
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 
-_pid = 0  # of the worker; forked children have another one
-_recorded: BaseException | None = None  # the exception that the launcher prints
-_modules: dict[str, Any] = {}  # modules of unicoll.net, or others of the same files
+# Of the worker; forked children have another one.
+_pid = 0
+# The exception that the launcher prints.
+_recorded: BaseException | None = None
+# Modules of unicoll.net, or others of the same files.
+_modules: dict[str, Any] = {}
 
 
 def main() -> None:
     """Run the target of the command line above."""
     launcher, reporting, kind, target, *arguments = sys.argv[1:]
     if _adds_script_directory():
-        del sys.path[0]  # this file's; the user's script must not import modules from there
+        # This file's; the user's script must not import modules from there.
+        del sys.path[0]
     import os
 
     launcher_reads = os.environ.get("TORCHELASTIC_ERROR_FILE") if reporting == "record" else None
@@ -56,7 +62,8 @@ def _adds_script_directory() -> bool:
 
 
 def die_with(launcher: int) -> None:
-    """Make the kernel kill this process when its parent dies; exit if the launcher is already dead."""
+    """Make the kernel kill this process when its parent dies; exit if the launcher is already
+    dead."""
     import os
 
     global _pid
@@ -66,8 +73,10 @@ def die_with(launcher: int) -> None:
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     except (ImportError, OSError, AttributeError):
-        pass  # not Linux, or no libffi: the guard process still cleans up
-    # PYTHON_EXEC may be a wrapper that forks, so the parent may be another process; exit only if the launcher is dead.
+        # Not Linux, or no libffi: the guard process still cleans up.
+        pass
+    # PYTHON_EXEC may be a wrapper that forks, so the parent may be another process; exit only if
+    # the launcher is dead.
     if os.getppid() != launcher:
         try:
             os.kill(launcher, 0)
@@ -81,7 +90,8 @@ def _exec_command(command: str, arguments: list[str]) -> None:
     import os
     import signal
 
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these, and exec keeps ignored signals ignored
+    # Python ignores these, and exec keeps ignored signals ignored.
+    for name in ("SIGPIPE", "SIGXFSZ"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvp(command, [command, *arguments])
@@ -97,7 +107,8 @@ def _enable_faulthandler() -> None:
     try:
         faulthandler.enable(all_threads=True)
     except (AttributeError, OSError, RuntimeError, ValueError):
-        pass  # stderr cannot be used
+        # Stderr cannot be used.
+        pass
 
 
 def _run_script(script: str) -> None:
@@ -128,14 +139,16 @@ def _run_module(name: str) -> None:
     if _adds_script_directory():
         try:
             sys.path.insert(0, os.getcwd())
-        except FileNotFoundError:  # as with `python -m`, when the directory has been removed
+        except FileNotFoundError:
+            # As with `python -m`, when the directory has been removed.
             sys.path.insert(0, "")
     _fresh_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
 def _fresh_main() -> ModuleType:
-    """Replace ``__main__`` by an empty module for the rest of the process; pickle and multiprocessing use it."""
+    """Replace ``__main__`` by an empty module for the rest of the process; pickle and
+    multiprocessing use it."""
     module = type(sys)("__main__")
     vars(module)["__builtins__"] = sys.modules["builtins"]
     if sys.version_info < (3, 14):
@@ -171,7 +184,9 @@ def _hide_own_frames(error: BaseException) -> None:
         traceback = traceback.tb_next
     hook = sys.excepthook
 
-    def show_trimmed(kind: type[BaseException], value: BaseException, _full: TracebackType | None) -> None:
+    def show_trimmed(
+        kind: type[BaseException], value: BaseException, _full: TracebackType | None
+    ) -> None:
         hook(kind, value.with_traceback(traceback), traceback)
 
     sys.excepthook = show_trimmed
@@ -187,8 +202,10 @@ def _end_with(error: BaseException, launcher_reads: str | None) -> None:
     import os
 
     if os.getpid() != _pid:
-        return  # a forked child: the worker continues
-    _excepthook()  # not in the hook: after an import there Python may not treat the error as a KeyboardInterrupt
+        # A forked child: the worker continues.
+        return
+    # Not in the hook: after an import there Python may not treat the error as a KeyboardInterrupt.
+    _excepthook()
     if not isinstance(error, SystemExit):
         path = record(error)
         if path is not None and path == launcher_reads:
@@ -212,7 +229,8 @@ def _excepthook() -> Any:
 
 
 def _module(name: str) -> Any:
-    """A module of :mod:`unicoll.process`, by its path if the program does not import it; None on failure."""
+    """A module of :mod:`unicoll.process`, by its path if the program does not import it; None on
+    failure."""
     if (found := _modules.get(name) or sys.modules.get(f"unicoll.process.{name}")) is None:
         try:
             import os
@@ -250,7 +268,9 @@ def record(error: BaseException, final: bool = True) -> str | None:
 
         kind = type(error)
         excepthook = _excepthook()
-        shown = excepthook.as_text(kind, error, error.__traceback__) if excepthook is not None else ""
+        shown = (
+            excepthook.as_text(kind, error, error.__traceback__) if excepthook is not None else ""
+        )
         text = "".join(traceback.format_exception(kind, error, error.__traceback__))
         summary = traceback.format_exception_only(kind, error)[-1].strip()
         cause = excepthook.origin(error) if excepthook is not None else error
@@ -274,7 +294,8 @@ def record(error: BaseException, final: bool = True) -> str | None:
 
 
 def _named_ranks(error: BaseException) -> list[int]:
-    """The ranks that an error of unicoll names as missing or lost, or as the only one whose call differs."""
+    """The ranks that an error of unicoll names as missing or lost, or as the only one whose call
+    differs."""
     if type(error).__module__ != "unicoll.errors":
         return []
     missing = [int(rank) for rank in getattr(error, "missing", ())]

@@ -27,25 +27,33 @@ _STREAMS = {OUT: "stdout", ERR: "stderr"}
 
 
 class LogFiles:
-    """The launch's directory: ``<log_dir>/<run_id>_<random>/attempt_<N>/<local_rank>/``, as torchrun's.
+    """The launch's directory: ``<log_dir>/<run_id>_<random>/attempt_<N>/<local_rank>/``, as
+    torchrun's.
 
-    Without ``--log-dir`` it is in the temporary directory, and is removed at the end unless streams are logged there
-    (``kept`` is True). OSError if it cannot be made.
+    Without ``--log-dir`` it is in the temporary directory, and is removed at the end unless streams
+    are logged there (``kept`` is True). OSError if it cannot be made.
 
     Attributes:
         folder: its descriptor.
     """
 
     def __init__(self, options: LaunchOptions) -> None:
-        wanted = any(any(each.values()) for each in (options.redirects, options.tees, options.matches))
+        wanted = any(
+            any(each.values()) for each in (options.redirects, options.tees, options.matches)
+        )
         self.kept = options.log_dir is not None or wanted
         # Absolute, because the workers may change their working directory.
-        base = os.path.abspath(temporary_directory() if options.log_dir is None else options.log_dir)
+        base = os.path.abspath(
+            temporary_directory() if options.log_dir is None else options.log_dir
+        )
         name = "".join(c if c.isalnum() or c in "-_.:" else "_" for c in options.run_id)
         parent = open_directory(base, make=0o777)
         try:
-            # Opened once: other users may write to the directories above, and exchange this one by its name.
-            name, self.folder = make_directory(f"{name}_" if options.log_dir else "unicoll_run_", parent)
+            # Opened once: other users may write to the directories above, and exchange this one by
+            # its name.
+            name, self.folder = make_directory(
+                f"{name}_" if options.log_dir else "unicoll_run_", parent
+            )
         finally:
             os.close(parent)
         self.path = os.path.join(base, name)
@@ -57,7 +65,9 @@ class LogFiles:
     def open(self, name: str, mode: str) -> BinaryIO:
         """Open a file in it, unbuffered, by its path from here."""
         try:
-            file = open(name, mode, buffering=0, opener=partial(os.open, mode=0o666, dir_fd=self.folder))
+            file = open(
+                name, mode, buffering=0, opener=partial(os.open, mode=0o666, dir_fd=self.folder)
+            )
         except OSError as error:
             error.filename = os.path.join(self.path, name)
             raise
@@ -78,10 +88,13 @@ class AttemptFiles:
     """The directory of one attempt.
 
     Attributes:
-        copies: for OUT and ERR, the file of the lines that have some texts, as far as the options name texts.
+        copies: for OUT and ERR, the file of the lines that have some texts, as far as the options
+            name texts.
     """
 
-    def __init__(self, options: LaunchOptions, logs: LogFiles, number: int, console: Console) -> None:
+    def __init__(
+        self, options: LaunchOptions, logs: LogFiles, number: int, console: Console
+    ) -> None:
         self._logs, self._name = logs, f"attempt_{number}"
         logs.make(self._name)
         self.copies: dict[int, LineCopies] = {}
@@ -133,7 +146,8 @@ class Worker:
         status: None while it runs; then its exit code, or ``-N`` if signal N killed it.
         ended: when its end was detected, on the clock of ``time.monotonic``.
         stopped: True if the launcher's signal ended it.
-        prints: True if it prints its traceback to the launcher's own stderr; else the launcher prints it.
+        prints: True if it prints its traceback to the launcher's own stderr; else the launcher
+            prints it.
         logs_stderr: True if the launcher writes its stderr to a log file.
         stderr: its stream of stderr; None if it writes that to the console or a file itself.
         record: the exception that ended its program, once the launcher has read it.
@@ -163,7 +177,8 @@ class Worker:
     def poll(self) -> bool:
         """Set ``status`` if the process has ended; True if it has.
 
-        The process stays a zombie until ``reap``, so that its pid, which is also its group's, is not reused.
+        The process stays a zombie until ``reap``, so that its pid, which is also its group's, is
+        not reused.
         """
         if self.status is None:
             result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -195,15 +210,18 @@ class Worker:
 def shared_environment(
     options: LaunchOptions, place: Placement, environ: Mapping[str, str], job: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment variables of all workers of this node: the user's, and the launcher's (``job`` and others)."""
+    """The environment variables of all workers of this node: the user's, and the launcher's
+    (``job`` and others)."""
     shared = dict(environ)
-    for name in ("UNICOLL_STORE", "UNICOLL_REPLACEMENT", "TORCHELASTIC_ERROR_FILE"):  # of an enclosing job
+    # Of an enclosing job.
+    for name in ("UNICOLL_STORE", "UNICOLL_REPLACEMENT", "TORCHELASTIC_ERROR_FILE"):
         shared.pop(name, None)
     shared.setdefault("PYTHONUNBUFFERED", "1")
     shared |= checkout_path(shared)
     if secret := shared.get("UNICOLL_SECRET"):
         shared["UNICOLL_SECRET"] = KeyText(secret)
-    if path := shared.get("UNICOLL_SECRET_FILE"):  # they may change their working directory
+    # They may change their working directory.
+    if path := shared.get("UNICOLL_SECRET_FILE"):
         shared["UNICOLL_SECRET_FILE"] = os.path.abspath(path)
     if options.nproc > 1:
         shared.setdefault("OMP_NUM_THREADS", "1")
@@ -218,7 +236,8 @@ def shared_environment(
         TORCHELASTIC_RESTART_COUNT=str(place.attempt),
         TORCHELASTIC_MAX_RESTARTS=str(options.max_restarts),
         TORCHELASTIC_RUN_ID=options.run_id,
-        TORCHELASTIC_USE_AGENT_STORE="False",  # MASTER_PORT is free for rank 0 to listen on
+        # MASTER_PORT is free for rank 0 to listen on.
+        TORCHELASTIC_USE_AGENT_STORE="False",
         **place.environment,
         **job,
     )
@@ -243,9 +262,11 @@ def start_worker(
     streams: OutputPipes,
     replacement: int = 0,
 ) -> Worker:
-    """Start one worker and connect its output; OSError if it cannot be started or a log file cannot be opened.
+    """Start one worker and connect its output; OSError if it cannot be started or a log file cannot
+    be opened.
 
-    ``replacement`` is its number among the processes that are started for this rank; 0 is the first.
+    ``replacement`` is its number among the processes that are started for this rank; 0 is the
+    first.
     """
     own_files = files.of_worker(local_rank, replacement)
     environment = {
@@ -265,14 +286,19 @@ def start_worker(
     out, err = (_destination(options, local_rank, which) for which in (OUT, ERR))
     with contextlib.ExitStack() as opened:
         logs = [
-            opened.enter_context(own_files.open(which, "wb")) if each.to_file and not each.to_pipe else None
+            (
+                opened.enter_context(own_files.open(which, "wb"))
+                if each.to_file and not each.to_pipe
+                else None
+            )
             for which, each in ((OUT, out), (ERR, err))
         ]
         if cpus := options.affinity.get(local_rank):
             opened.enter_context(_bound_to(cpus, f"--numa-binding: local rank {local_rank}"))
         process = subprocess.Popen(
             _command(options, local_rank, "record" if err.to_pipe else "print"),
-            # Local rank 0 may read from the user (in a debugger); the others must not read the same input.
+            # Local rank 0 may read from the user (in a debugger); the others must not read the same
+            # input.
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE if out.to_pipe else logs[0],
             stderr=subprocess.PIPE if err.to_pipe else logs[1],
@@ -281,7 +307,9 @@ def start_worker(
         )
     prints = not err.to_pipe and not err.to_file
     logs_stderr = err.to_pipe and err.to_file
-    worker = Worker(rank, local_rank, process, own_files, prints, logs_stderr, replacement=replacement)
+    worker = Worker(
+        rank, local_rank, process, own_files, prints, logs_stderr, replacement=replacement
+    )
     prefix = _prefix(options, rank, local_rank)
     for which, each, pipe in ((OUT, out, process.stdout), (ERR, err, process.stderr)):
         if pipe is not None:
@@ -298,7 +326,8 @@ def start_worker(
 
 
 def open_files(options: LaunchOptions) -> int:
-    """How many files the launcher opens for its workers: pipes, logs and their connections to its store."""
+    """How many files the launcher opens for its workers: pipes, logs and their connections to its
+    store."""
     count = sum(map(bool, options.matches.values())) + options.nproc
     for local_rank in range(options.nproc):
         for which in (OUT, ERR):
@@ -308,7 +337,8 @@ def open_files(options: LaunchOptions) -> int:
 
 
 class _Destination(NamedTuple):
-    """A stream's destinations: a pipe to the launcher, which writes the file and the console; else one of these."""
+    """A stream's destinations: a pipe to the launcher, which writes the file and the console; else
+    one of these."""
 
     to_pipe: bool
     to_file: bool
@@ -326,27 +356,39 @@ def _destination(options: LaunchOptions, local_rank: int, which: int) -> _Destin
 
 
 def _command(options: LaunchOptions, local_rank: int, reporting: str) -> list[str]:
-    # A command is not run by this interpreter, so -I -S is possible: worker_main.py starts in a few milliseconds.
-    python = [sys.executable, "-I", "-S"] if options.kind == "command" else python_command(options.python)
+    # A command is not run by this interpreter, so -I -S is possible: worker_main.py starts in a few
+    # milliseconds.
+    python = (
+        [sys.executable, "-I", "-S"]
+        if options.kind == "command"
+        else python_command(options.python)
+    )
     launcher = str(os.getpid())
     command = [*python, _WORKER_MAIN, launcher, reporting, options.kind, options.target]
     return [
         *command,
-        *([f"--local-rank={_shown_local_rank(options, local_rank)}"] if options.gives_local_rank else ()),
+        *(
+            [f"--local-rank={_shown_local_rank(options, local_rank)}"]
+            if options.gives_local_rank
+            else ()
+        ),
         *options.arguments,
     ]
 
 
 def python_command(python: str) -> list[str]:
-    """The command of an interpreter: with the flags of this process, as ``-O`` or ``-X dev``, if it is the same one."""
+    """The command of an interpreter: with the flags of this process, as ``-O`` or ``-X dev``, if it
+    is the same one."""
     if python != sys.executable:
         return [python]
-    unbuffered = ["-u"] if sys.flags.ignore_environment else []  # it ignores PYTHONUNBUFFERED
+    # It ignores PYTHONUNBUFFERED.
+    unbuffered = ["-u"] if sys.flags.ignore_environment else []
     return [python, *subprocess._args_from_interpreter_flags(), *unbuffered]  # type: ignore[attr-defined]
 
 
 def _shown_local_rank(options: LaunchOptions, local_rank: int) -> int:
-    """LOCAL_RANK, which programs use as the number of their GPU: 0 for a worker that sees one only."""
+    """LOCAL_RANK, which programs use as the number of their GPU: 0 for a worker that sees one
+    only."""
     return 0 if options.devices else local_rank
 
 

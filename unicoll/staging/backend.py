@@ -1,15 +1,17 @@
-"""Arrays on a GPU over a backend of arrays in host memory: by address, or in chunks through pinned memory.
+"""Arrays on a GPU over a backend of arrays in host memory: by address, or in chunks through pinned
+memory.
 
-Calls that the backend can do by address use the device's memory (:mod:`unicoll.staging.device_pointers`). All others
-are staged:
+Calls that the backend can do by address use the device's memory
+(:mod:`unicoll.staging.device_pointers`). All others are staged:
 
-A collective is cut into chunks, which the backend executes one after another, in the place of the call in the group's
-order. A chunk is copied to the host first, after the work that the producer has enqueued on its stream; afterwards
-its results are copied to the device. While the backend executes one chunk, the next one and the previous one are being
-copied, on streams of the group.
+A collective is cut into chunks, which the backend executes one after another, in the place of the
+call in the group's order. A chunk is copied to the host first, after the work that the producer has
+enqueued on its stream; afterwards its results are copied to the device. While the backend executes
+one chunk, the next one and the previous one are being copied, on streams of the group.
 
-A call is done when the device has its results. The host has to wait for them anyway, so the caller's stream has nothing
-left to wait for. Packed results of strided arrays are unpacked on the current stream of the thread that waits.
+A call is done when the device has its results. The host has to wait for them anyway, so the
+caller's stream has nothing left to wait for. Packed results of strided arrays are unpacked on the
+current stream of the thread that waits.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
 CHUNK = 4 << 20
 """Bytes of a call that are moved at a time; larger calls are cut into several chunks."""
 _DEPTH = 3
-"""Chunks in flight: one in the backend, one being copied to the host, one being copied to the device."""
+"""Chunks in flight: one in the backend, one being copied to the host, one being copied to the
+device."""
 _MESSAGES = frozenset(("send", "recv"))
 
 
@@ -50,10 +53,13 @@ _MESSAGES = frozenset(("send", "recv"))
 class _Slot:
     """The host memory and the events of a chunk in flight."""
 
-    loaded: int  # event: the inputs are on the host
-    stored: int  # event: the results are on the device
+    # Event: the inputs are on the host.
+    loaded: int
+    # Event: the results are on the device.
+    stored: int
     memory: list[PinnedBlock] = field(default_factory=list)
-    buffers: dict[int, Buffer] = field(default_factory=dict)  # by id of the device's buffer
+    # By id of the device's buffer.
+    buffers: dict[int, Buffer] = field(default_factory=dict)
     in_backend: bool = False
 
 
@@ -101,7 +107,10 @@ class Staged(Backend):
         staged = f"through page-locked memory, in chunks of {CHUNK >> 20} MiB, and {self.name}"
         arrays = f"{self._device_type} arrays"
         if self._host.direct and self._device_type == "cuda":
-            return f"{arrays} by address to {self.name}, and reductions that it does not do itself {staged}"
+            return (
+                f"{arrays} by address to {self.name}, and reductions that it does not do itself"
+                f" {staged}"
+            )
         return f"{arrays} {staged}"
 
     def run(self, call: Call) -> None:
@@ -128,10 +137,11 @@ class Staged(Backend):
         self._direct.close()
         self._copier.close()
 
-    # --- collectives -------------------------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
 
     def _executor(self, call: Call) -> Execute:
-        """The function that executes a collective; it orders the copies after the work on the caller's streams now."""
+        """The function that executes a collective; it orders the copies after the work on the
+        caller's streams now."""
         if not call.inputs and not call.outputs:
             return self._host.perform
         if self._host.takes_device(call):
@@ -139,14 +149,16 @@ class Staged(Backend):
         return partial(self._execute, self._copier.begin(call))
 
     def _plan(self, call: Call) -> ChunkPlan:
-        """The chunks of a collective; the members agree on them unless every rank knows all sizes."""
+        """The chunks of a collective; the members agree on them unless every rank knows all
+        sizes."""
         if self._size == 1 or not (call.op.sizes is Sizes.EXCHANGED or call.op.root_has_sizes):
             return plan(call, self._size, CHUNK)
         chunks = plan(call, self._size, CHUNK, largest_part(call, self._host.perform))
         if chunks.count > 1:
             try:
                 check_sizes(call, self._rank, self._ranks, self._group, self._host.perform)
-            except DistArgumentError:  # the root's; the group stays usable
+            except DistArgumentError:
+                # The root's; the group stays usable.
                 raise
             except DistError as e:
                 self._host.abort(e)
@@ -180,24 +192,30 @@ class Staged(Backend):
                     self._copier.wait(slot.stored, call, deadline)
             except BaseException as e:
                 error = e
-                if not any(slot.in_backend for slot in slots):  # the other ranks wait in the next chunk
+                # The other ranks wait in the next chunk.
+                if not any(slot.in_backend for slot in slots):
                     self._host.give_up(call, e)
                 raise
             finally:
                 self._release(slots, call, device, error)
 
-    def _load(self, call: Call, chunks: ChunkPlan, k: int, slot: _Slot, streams: CopyStreams) -> None:
+    def _load(
+        self, call: Call, chunks: ChunkPlan, k: int, slot: _Slot, streams: CopyStreams
+    ) -> None:
         """Allocate host memory for chunk ``k`` and enqueue the copies of its inputs."""
         unread = call.op.outputs is Arity.ONE_OFF_ROOT and self._rank != call.root
         for buffer in dict.fromkeys((*call.inputs, *call.outputs)):
             ranges = chunks.ranges(buffer, k)
-            on_host = self._allocate(slot, buffer, sum(count for _, count in ranges), chunks.count == 1)
+            on_host = self._allocate(
+                slot, buffer, sum(count for _, count in ranges), chunks.count == 1
+            )
             if buffer in call.inputs and not unread:
                 self._copier.enqueue(buffer, ranges, on_host.owner, streams, to_device=False)
         self._copier.runtime.record(slot.loaded, streams.to_host)
 
     def _allocate(self, slot: _Slot, buffer: Buffer, count: int, whole: bool) -> Buffer:
-        """Host memory for a buffer's part of a chunk; it has the buffer's shape if the chunk is the whole call."""
+        """Host memory for a buffer's part of a chunk; it has the buffer's shape if the chunk is the
+        whole call."""
         previous = slot.buffers.get(id(buffer))
         if previous is None or previous.owner.size < count * buffer.dtype.itemsize:
             pinned = self._copier.pinned.take(count * buffer.dtype.itemsize)
@@ -212,24 +230,36 @@ class Staged(Backend):
     def _chunk(self, call: Call, chunks: ChunkPlan, k: int, slot: _Slot, deadline: float) -> Call:
         """Chunk ``k`` as a call on host arrays."""
         inputs = tuple(slot.buffers[id(b)] for b in call.inputs)
-        outputs = inputs if call.outputs is call.inputs else tuple(slot.buffers[id(b)] for b in call.outputs)
+        outputs = (
+            inputs
+            if call.outputs is call.inputs
+            else tuple(slot.buffers[id(b)] for b in call.outputs)
+        )
         timeout = call.timeout if k == 0 else max(0.001, deadline - time.monotonic())
         chunk = ProxyCall(call, call.op, inputs, outputs, timeout, call.reduce, call.root)
         if call.in_counts is not None:
-            chunk.in_counts, chunk.out_counts = chunks.counts(call.inputs, k), chunks.counts(call.outputs, k)
+            chunk.in_counts, chunk.out_counts = (
+                chunks.counts(call.inputs, k),
+                chunks.counts(call.outputs, k),
+            )
             chunk.even = call.even
         chunk.signature = call.signature if chunks.count == 1 else hash((call.signature, k))
         return chunk
 
-    def _store(self, call: Call, chunks: ChunkPlan, k: int, slot: _Slot, streams: CopyStreams) -> None:
+    def _store(
+        self, call: Call, chunks: ChunkPlan, k: int, slot: _Slot, streams: CopyStreams
+    ) -> None:
         """Enqueue the copies of the results of chunk ``k``."""
         for buffer in call.outputs:
             pinned = slot.buffers[id(buffer)].owner
             self._copier.enqueue(buffer, chunks.ranges(buffer, k), pinned, streams, to_device=True)
         self._copier.runtime.record(slot.stored, streams.to_device)
 
-    def _release(self, slots: Sequence[_Slot], call: Call, device: int, error: BaseException | None) -> None:
-        """Release what a call has used: at once if it succeeded, else when nothing uses it any more."""
+    def _release(
+        self, slots: Sequence[_Slot], call: Call, device: int, error: BaseException | None
+    ) -> None:
+        """Release what a call has used: at once if it succeeded, else when nothing uses it any
+        more."""
         streams = self._copier.streams(device)
         for slot in slots:
             events = (slot.loaded, slot.stored)
@@ -239,13 +269,16 @@ class Staged(Backend):
                 # a signal's handler may have raised between a copy and the event behind it
                 self._copier.runtime.record(slot.loaded, streams.to_host)
                 self._copier.runtime.record(slot.stored, streams.to_device)
-                keeps = slot.in_backend and self._host.keeps(call) and not isinstance(error, HARMLESS)
+                keeps = (
+                    slot.in_backend and self._host.keeps(call) and not isinstance(error, HARMLESS)
+                )
                 buffers = (*call.inputs, *call.outputs)
                 self._copier.retain(() if keeps else slot.memory, buffers, device, events)
 
 
 class _Unpacking(Completion):
-    """A completion that unpacks the results of strided arrays when a thread waits for it, on that thread's stream."""
+    """A completion that unpacks the results of strided arrays when a thread waits for it, on that
+    thread's stream."""
 
     def __init__(self, done: Completion, calls: tuple[Call, ...], copier: HostCopier) -> None:
         self._done = done
@@ -266,7 +299,8 @@ class _Unpacking(Completion):
                     packed, self._packed = self._packed, False
                 if packed:
                     self._unpack()
-            except BaseException:  # the next wait does it
+            except BaseException:
+                # The next wait does it.
                 self._packed = packed
                 raise
 
@@ -274,7 +308,8 @@ class _Unpacking(Completion):
         for call in self._calls:
             call.write_back()
             for buffer in call.outputs:
-                if buffer.unpack is not None:  # the copy may outlast the call
+                # The copy may outlast the call.
+                if buffer.unpack is not None:
                     self._copier.keep(buffer)
 
     def exception(self) -> BaseException | None:

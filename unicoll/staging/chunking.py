@@ -26,7 +26,8 @@ class ChunkPlan:
     count: int
 
     def ranges(self, buffer: Buffer, chunk: int) -> list[tuple[int, int]]:
-        """The elements of a buffer in a chunk, as (first element, number of elements) for each part."""
+        """The elements of a buffer in a chunk, as (first element, number of elements) for each
+        part."""
         start, stop = chunk * self.step, (chunk + 1) * self.step
         return [
             (first + min(start, count), min(stop, count) - min(start, count))
@@ -39,10 +40,12 @@ class ChunkPlan:
 
 
 def plan(call: Call, size: int, nbytes: int, longest: int = -1) -> ChunkPlan:
-    """The chunks of a collective, of at most ``nbytes`` bytes; equal on all members of a group of ``size``.
+    """The chunks of a collective, of at most ``nbytes`` bytes; equal on all members of a group of
+    ``size``.
 
-    If this rank does not know all sizes, ``longest`` is the number of elements of the largest part that any two members
-    exchange. After the end of its own parts this rank takes part in the others' chunks with zero elements.
+    If this rank does not know all sizes, ``longest`` is the number of elements of the largest part
+    that any two members exchange. After the end of its own parts this rank takes part in the
+    others' chunks with zero elements.
     """
     buffers = [*call.inputs, *(b for b in call.outputs if call.outputs is not call.inputs)]
     parts: dict[int, tuple[tuple[int, int], ...]] = {id(b): ((0, b.count),) for b in buffers}

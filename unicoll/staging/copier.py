@@ -1,4 +1,5 @@
-"""Copies of device arrays to pinned host memory and back: streams, events and pinned memory of a group."""
+"""Copies of device arrays to pinned host memory and back: streams, events and pinned memory of a
+group."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _SETTLE_S = 5.0
 
 @dataclass(frozen=True)
 class CopyStreams:
-    """Streams of a device for both directions, and an event that orders them after the producers' streams."""
+    """Streams of a device for both directions, and an event that orders them after the producers'
+    streams."""
 
     to_host: int
     to_device: int
@@ -62,7 +64,8 @@ class HostCopier:
         self._group = group
         self._lock = threading.Lock()
         self._streams: dict[int, CopyStreams] = {}
-        # (device, event), for reuse; not an EventPool, which would also destroy the events of retained memory
+        # (device, event), for reuse; not an EventPool, which would also destroy the events of
+        # retained memory
         self._events: list[tuple[int, int]] = []
         self._retained: list[_RetainedMemory] = []
 
@@ -72,7 +75,9 @@ class HostCopier:
             found = self._streams.get(device)
             if found is None:
                 c = self.runtime
-                found = CopyStreams(c.create_stream(device), c.create_stream(device), c.create_event(device))
+                found = CopyStreams(
+                    c.create_stream(device), c.create_stream(device), c.create_event(device)
+                )
                 self._streams[device] = found
             return found
 
@@ -86,7 +91,8 @@ class HostCopier:
         return self.runtime.create_event(device)
 
     def begin(self, call: Call) -> int:
-        """Order the group's streams after the work on the streams of a call's arrays; returns the arrays' device.
+        """Order the group's streams after the work on the streams of a call's arrays; returns the
+        arrays' device.
 
         Raises:
             DistArgumentError: a stream records a graph.
@@ -99,7 +105,8 @@ class HostCopier:
             for stream in {b.stream for b in buffers}:
                 if stream > LEGACY_STREAM and c.capturing(stream):
                     raise DistArgumentError(
-                        f"{call.op.name}: arrays of a GPU go through host memory, which a graph cannot record",
+                        f"{call.op.name}: arrays of a GPU go through host memory, which a graph"
+                        " cannot record",
                         op=call.op.name,
                     )
                 with self._lock:
@@ -116,8 +123,8 @@ class HostCopier:
         """
         if not await_event(self.runtime, event, deadline):
             raise OperationTimeoutError(
-                f"{call.describe()} on group {self._group!r} timed out after {call.timeout:g} s: the device of this"
-                " rank has not finished the work before it",
+                f"{call.describe()} on group {self._group!r} timed out after {call.timeout:g} s:"
+                " the device of this rank has not finished the work before it",
                 group=self._group,
                 op=call.op.name,
                 seq=call.seq,
@@ -135,7 +142,8 @@ class HostCopier:
 
         Args:
             buffer: on the device.
-            ranges: first element and number of elements of each; they are contiguous in the pinned memory.
+            ranges: first element and number of elements of each; they are contiguous in the pinned
+                memory.
             pinned: memory for all ranges.
             streams: of the device, which must be the current device.
         """
@@ -148,8 +156,11 @@ class HostCopier:
                 self.runtime.copy(target, source, count * itemsize, stream)
             in_host += count * itemsize
 
-    def move(self, call: Call, device: int, buffer: Buffer, pinned: PinnedBlock, to_device: bool) -> None:
-        """Copy a whole buffer to pinned memory, or back ``to_device``; blocks the host, up to the call's timeout."""
+    def move(
+        self, call: Call, device: int, buffer: Buffer, pinned: PinnedBlock, to_device: bool
+    ) -> None:
+        """Copy a whole buffer to pinned memory, or back ``to_device``; blocks the host, up to the
+        call's timeout."""
         c, event = self.runtime, self.event(device)
         with on_device(c, device):
             streams = self.streams(device)
@@ -159,7 +170,8 @@ class HostCopier:
                 c.record(event, stream)
                 self.wait(event, call, time.monotonic() + call.timeout)
             except BaseException:
-                c.record(event, stream)  # a signal's handler may have raised behind the copy
+                # A signal's handler may have raised behind the copy.
+                c.record(event, stream)
                 self.retain((pinned,), (buffer,), device, (event,))
                 raise
         self.release((), device, (event,))
@@ -172,29 +184,37 @@ class HostCopier:
             self._events += [(device, event) for event in events]
 
     def retain(
-        self, memory: Sequence[PinnedBlock], buffers: Sequence[Buffer], device: int, events: Sequence[int]
+        self,
+        memory: Sequence[PinnedBlock],
+        buffers: Sequence[Buffer],
+        device: int,
+        events: Sequence[int],
     ) -> None:
         """Keep memory and events of a call until the device is done with them."""
         with self._lock:
             self._retained.append(_RetainedMemory(memory, buffers, device, events))
 
     def keep(self, buffer: Buffer) -> None:
-        """Keep a buffer until the work enqueued on the current stream is done, unless it is ordered by its stream."""
+        """Keep a buffer until the work enqueued on the current stream is done, unless it is ordered
+        by its stream."""
         stream = buffer.current_stream() if buffer.current_stream is not None else buffer.stream
         if (
             stream == buffer.stream != PER_THREAD_STREAM
-        ):  # later uses of the memory on this stream are ordered
+            # Later uses of the memory on this stream are ordered.
+        ):
             return
         device = buffer.device.index or 0
         with on_device(self.runtime, device):
             if stream > LEGACY_STREAM and self.runtime.capturing(stream):
-                return  # the program that records a graph keeps its arrays
+                # The program that records a graph keeps its arrays.
+                return
             event = self.event(device)
             self.runtime.record(event, stream)
         self.retain((), (buffer,), device, (event,))
 
     def _release_retained(self, deadline: float = 0.0) -> None:
-        """Release retained memory that the device is done with; wait for the device until ``deadline``."""
+        """Release retained memory that the device is done with; wait for the device until
+        ``deadline``."""
         if not self._retained:
             return
         with self._lock:

@@ -1,7 +1,8 @@
-"""The device memory of one call, for a backend that gets device addresses: copies, temporary arrays, and their pool.
+"""The device memory of one call, for a backend that gets device addresses: copies, temporary
+arrays, and their pool.
 
-Copies run on a stream of the group, and the host waits for them, since the library that gets the address next does not
-use streams.
+Copies run on a stream of the group, and the host waits for them, since the library that gets the
+address next does not use streams.
 """
 
 from __future__ import annotations
@@ -58,12 +59,17 @@ class CallMemory(DeviceMemory):
         return DeviceFlat(self, block.ptr, count, dtype, block)
 
     def copy(self, pairs: Sequence[tuple[DeviceFlat, DeviceFlat]]) -> None:
-        pairs = [(target, source) for target, source in pairs if source.nbytes and target.ptr != source.ptr]
+        pairs = [
+            (target, source)
+            for target, source in pairs
+            if source.nbytes and target.ptr != source.ptr
+        ]
         if not pairs:
             return
         copier, device = self._copier, self._device
         stream, event = copier.streams(device).to_device, copier.event(device)
-        temporaries = []  # device copies do not support overlapping memory
+        # Device copies do not support overlapping memory.
+        temporaries = []
         for target, source in pairs:
             if target.overlaps(source):
                 temporaries.append(self.empty(source.size, source.dtype))
@@ -92,7 +98,8 @@ class _PooledBlock:
         self.release(self.ptr, self.nbytes)
 
 
-# Not with PinnedPool as a base: a block returns in __del__, so there is no lock, and any number of small ones is kept.
+# Not with PinnedPool as a base: a block returns in __del__, so there is no lock, and any number of
+# small ones is kept.
 class DeviceMemoryPool:
     """A pool of blocks on one device, since allocation waits for the device. Thread-safe.
 

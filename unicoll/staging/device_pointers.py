@@ -1,11 +1,12 @@
 """Arrays on a GPU over a backend whose library takes device addresses.
 
-The library does not use streams. Before it gets an address the host therefore waits until the device has done the work
-that the caller's streams held when the call was made: the work that produces the inputs, and the work that still uses
-the outputs. The wait is in the place of the call in the group's order, so an asynchronous call returns at once.
+The library does not use streams. Before it gets an address the host therefore waits until the
+device has done the work that the caller's streams held when the call was made: the work that
+produces the inputs, and the work that still uses the outputs. The wait is in the place of the call
+in the group's order, so an asynchronous call returns at once.
 
-The library completes on the host, not on a stream, and the results are then there. Work enqueued on any stream from
-then on comes after them, and ``wait()`` has nothing to order.
+The library completes on the host, not on a stream, and the results are then there. Work enqueued on
+any stream from then on comes after them, and ``wait()`` has nothing to order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class DirectCalls:
         self._copier = copier
         self._lock = threading.Lock()
         self._pools: dict[int, DeviceMemoryPool] = {}
-        self._queued: set[int] = set()  # events of calls that are not executed yet
+        # Events of calls that are not executed yet.
+        self._queued: set[int] = set()
 
     @property
     def held(self) -> int:
@@ -42,7 +44,8 @@ class DirectCalls:
         return sum(pool.held for pool in self._pools.values())
 
     def executor(self, call: Call) -> Execute:
-        """The function that executes a collective; the arrays are used as they are on their streams now.
+        """The function that executes a collective; the arrays are used as they are on their streams
+        now.
 
         Raises:
             DistArgumentError: a stream records a graph.
@@ -61,12 +64,14 @@ class DirectCalls:
             try:
                 self.await_producers(call, device, event, deadline)
             except BaseException as e:
-                self._host.give_up(call, e)  # the other ranks wait in this call
+                # The other ranks wait in this call.
+                self._host.give_up(call, e)
                 raise
             self._host.perform(self.by_address(call, device, deadline))
 
     def mark(self, device: int) -> int:
-        """An event after the work on the caller's streams, after which :meth:`HostCopier.begin` has ordered ours."""
+        """An event after the work on the caller's streams, after which :meth:`HostCopier.begin` has
+        ordered ours."""
         event = self._copier.event(device)
         with on_device(self._copier.runtime, device):
             self._copier.runtime.record(event, self._copier.streams(device).to_host)
@@ -93,22 +98,33 @@ class DirectCalls:
         return done
 
     def by_address(self, call: Call, device: int, deadline: float) -> Call:
-        """A call on device arrays as the backend gets it: each buffer's ``flat`` is device memory."""
+        """A call on device arrays as the backend gets it: each buffer's ``flat`` is device
+        memory."""
         memory = CallMemory(self._copier, self._pool(device), device, call, deadline)
         made: dict[int, Buffer] = {}
         for buffer in (*call.inputs, *call.outputs):
             if id(buffer) not in made:
                 flat: Any = memory.flat(buffer)
                 made[id(buffer)] = Buffer(
-                    buffer, buffer.dtype, buffer.shape, flat, buffer.writable, None, buffer.device, buffer.ptr
+                    buffer,
+                    buffer.dtype,
+                    buffer.shape,
+                    flat,
+                    buffer.writable,
+                    None,
+                    buffer.device,
+                    buffer.ptr,
                 )
         inputs = tuple(made[id(b)] for b in call.inputs)
-        outputs = inputs if call.outputs is call.inputs else tuple(made[id(b)] for b in call.outputs)
+        outputs = (
+            inputs if call.outputs is call.inputs else tuple(made[id(b)] for b in call.outputs)
+        )
         proxy = ProxyCall(call, call.op, inputs, outputs, call.timeout, call.reduce, call.root)
         proxy.in_counts, proxy.out_counts, proxy.even = call.in_counts, call.out_counts, call.even
         proxy.signature = hash(
             (call.signature, _BY_ADDRESS)
-        )  # a rank with host arrays makes other calls of MPI
+            # A rank with host arrays makes other calls of MPI.
+        )
         return proxy
 
     def _pool(self, device: int) -> DeviceMemoryPool:

@@ -1,7 +1,8 @@
-"""Sends and receives of device arrays over a backend of host arrays, which may take device addresses.
+"""Sends and receives of device arrays over a backend of host arrays, which may take device
+addresses.
 
-The message is the same in both cases, so each side chooses for itself: a message may be sent by address and be received
-through pinned memory, or by a host array.
+The message is the same in both cases, so each side chooses for itself: a message may be sent by
+address and be received through pinned memory, or by a host array.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _SETTLE_S = 5.0
 class DeviceP2P:
     """The sends and receives of a group on device arrays."""
 
-    def __init__(self, host: HostBackend, copier: HostCopier, direct: DirectCalls, group: str) -> None:
+    def __init__(
+        self, host: HostBackend, copier: HostCopier, direct: DirectCalls, group: str
+    ) -> None:
         self._host = host
         self._copier = copier
         self._direct = direct
@@ -56,7 +59,8 @@ class DeviceP2P:
             self._deliver(call, device, made)
 
     def post(self, call: Call) -> Completion:
-        """Send or receive in the background; a send returns after the work that produces the array."""
+        """Send or receive in the background; a send returns after the work that produces the
+        array."""
         return self._post_send(call) if call.inputs else self._post_receive(call)
 
     def close(self) -> None:
@@ -64,7 +68,7 @@ class DeviceP2P:
         self._tasks.put(None)
         self._thread.join(_SETTLE_S)
 
-    # --- as calls of the backend -------------------------------------------------------------------------------------
+    # --- as calls of the backend ------------------------------------------------------------------
 
     def _outgoing(self, call: Call) -> Call:
         """A send as the backend gets it; returns after the work that produces the array."""
@@ -78,8 +82,9 @@ class DeviceP2P:
     def _incoming(self, call: Call, device: int, may_wait: bool) -> Call:
         """A receive as the backend gets it.
 
-        Messages are matched in the order of the receives, so a receive cannot wait for the device while others wait
-        behind it: unless ``may_wait``, a receive whose array is still in use goes through pinned memory.
+        Messages are matched in the order of the receives, so a receive cannot wait for the device
+        while others wait behind it: unless ``may_wait``, a receive whose array is still in use goes
+        through pinned memory.
         """
         if self._host.takes_device(call):
             with on_device(self._copier.runtime, device):
@@ -100,14 +105,19 @@ class DeviceP2P:
         flat = pinned.bytes[: buffer.nbytes].view(buffer.dtype.storage)
         buffers = (Buffer(pinned, buffer.dtype, buffer.shape, flat),)
         return ProxyCall(
-            call, call.op, buffers if call.inputs else (), buffers if call.outputs else (), call.timeout
+            call,
+            call.op,
+            buffers if call.inputs else (),
+            buffers if call.outputs else (),
+            call.timeout,
         )
 
     def _deliver(self, call: Call, device: int, made: Call) -> None:
         """Copy a received message to the device, if it is in host memory."""
         call.source, call.envelope = made.source, made.envelope
         buffer = call.outputs[0]
-        if call.envelope is not None:  # it may be shorter than the array
+        # It may be shorter than the array.
+        if call.envelope is not None:
             buffer = buffer.first(call.envelope[2] // buffer.dtype.itemsize)
         pinned = self._on_host(made)
         if pinned is not None:
@@ -134,7 +144,7 @@ class DeviceP2P:
         if isinstance(owner, PinnedBlock):
             self._copier.pinned.give(owner)
 
-    # --- completion --------------------------------------------------------------------------------------------------
+    # --- completion -------------------------------------------------------------------------------
 
     def _run_host(self, made: Call) -> None:
         try:
@@ -144,7 +154,8 @@ class DeviceP2P:
             raise
 
     def _failed(self, made: Call, error: BaseException) -> None:
-        """Return the pinned memory of a failed call, unless the backend may still use it, as after an interrupt."""
+        """Return the pinned memory of a failed call, unless the backend may still use it, as after
+        an interrupt."""
         if isinstance(error, HARMLESS) or not (leaves_doubt(error) or self._host.keeps(made)):
             self._free(made)
 
@@ -207,4 +218,5 @@ class DeviceP2P:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # it refers to arrays
+            # It refers to arrays.
+            del task

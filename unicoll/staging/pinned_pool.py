@@ -28,10 +28,13 @@ class PinnedBlock:
     def __init__(self, ptr: int, size: int) -> None:
         self.ptr = ptr
         self.size = size
-        self.bytes: npt.NDArray[Any] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(ptr))
+        self.bytes: npt.NDArray[Any] = np.ctypeslib.as_array(
+            (ctypes.c_uint8 * size).from_address(ptr)
+        )
 
 
-# Not with DeviceMemoryPool as a base: users return a block (__del__ cannot take a lock), and what is kept is limited.
+# Not with DeviceMemoryPool as a base: users return a block (__del__ cannot take a lock), and what
+# is kept is limited.
 class PinnedPool:
     """Pinned memory of a group; any thread.
 

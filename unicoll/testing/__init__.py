@@ -7,9 +7,10 @@ A test module names the backend, and pytest runs the suite::
     class TestMine(Conformance):
         backend = "mine"
 
-``python -m unicoll.testing mine`` does the same; pytest's options follow the name. Attributes and methods of the class
-describe the backend: see :class:`~unicoll.testing.conformance.Conformance`. A run executes a sample of the suite;
-``UNICOLL_TEST_FULL=1`` runs all of it, and ``UNICOLL_TEST_SEED`` repeats a sample.
+``python -m unicoll.testing mine`` does the same; pytest's options follow the name. Attributes and
+methods of the class describe the backend: see :class:`~unicoll.testing.conformance.Conformance`. A
+run executes a sample of the suite; ``UNICOLL_TEST_FULL=1`` runs all of it, and
+``UNICOLL_TEST_SEED`` repeats a sample.
 
 The extra ``testing`` installs pytest, and ml_dtypes for the element types that NumPy lacks.
 """
@@ -25,7 +26,8 @@ __all__ = ["Conformance"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Conformance":  # imported on demand: ranks do not need pytest
+    # Imported on demand: ranks do not need pytest.
+    if name == "Conformance":
         from unicoll.testing.conformance import Conformance
 
         return Conformance

@@ -1,4 +1,5 @@
-"""``python -m unicoll.testing BACKEND [pytest's options]``: the conformance suite for an installed backend."""
+"""``python -m unicoll.testing BACKEND [pytest's options]``: the conformance suite for an installed
+backend."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def main(arguments: list[str]) -> int | str:
         registry.load(arguments[0])
     except BackendUnavailableError as error:
         return f"{error} (a backend that is not installed needs a test file: help(unicoll.testing))"
-    os.environ["UNICOLL_TEST_BACKEND"] = arguments[0]  # read when the module is imported
+    # Read when the module is imported.
+    os.environ["UNICOLL_TEST_BACKEND"] = arguments[0]
     return int(pytest.main([str(Path(__file__).with_name("test_backend.py")), *arguments[1:]]))
 
 

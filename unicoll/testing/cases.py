@@ -1,4 +1,5 @@
-"""One call of a collective as a case of the conformance suite, and how a rank runs it and judges the result.
+"""One call of a collective as a case of the conformance suite, and how a rank runs it and judges
+the result.
 
 Every rank makes all ranks' inputs from the case's seed, so it can compute what it must receive.
 """
@@ -34,7 +35,8 @@ class Case:
         async_op: whether it goes on in the background, up to four at a time.
         group: "world", "subset" (all but one rank) or "reversed".
         in_place: whether input and output share memory, where the operation allows it.
-        uneven: whether ranks' shares differ in size, where the operation allows it; with ``count`` 0 some are empty.
+        uneven: whether ranks' shares differ in size, where the operation allows it; with ``count``
+            0 some are empty.
         special: whether NaN and infinities are among the values.
         family: of arrays.
         seed: of the values, the root and the left-out rank.
@@ -56,7 +58,7 @@ class Case:
     arithmetic: reference.Arithmetic = field(default=reference.STRICT, repr=False)
 
 
-# --- groups -------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 USING: dict[str, Any] = {}
 """Options with which this rank does its calls."""
@@ -85,7 +87,7 @@ def _plain_group(ranks: tuple[int, ...]) -> Any:
     return _groups[ranks]
 
 
-# --- a case on one rank -------------------------------------------------------------------------------------
+# --- a case on one rank ---------------------------------------------------------------------------
 
 
 class Trial:
@@ -100,7 +102,8 @@ class Trial:
         self.row = OPS[case.op]
         self.group = group
         self.family = family(case.family)
-        self.rows: Any = None  # all_to_all_single: rows from rank i to rank j
+        # all_to_all_single: rows from rank i to rank j.
+        self.rows: Any = None
         self.given = [self._inputs_of(r) for r in range(self.size)]
         self.inputs: list[GuardedArray] = []
         self.outputs: list[GuardedArray] = []
@@ -121,7 +124,11 @@ class Trial:
 
     def _share(self, *ranks: int) -> tuple[int, ...]:
         """Shape of a piece between two ranks, or of one rank's own."""
-        more = sum((i + 1) * r for i, r in enumerate(ranks)) if self.case.uneven and self.row.uneven else 0
+        more = (
+            sum((i + 1) * r for i, r in enumerate(ranks))
+            if self.case.uneven and self.row.uneven
+            else 0
+        )
         return self._shape(self.case.count + more)
 
     def _inputs_of(self, rank: int) -> list[Any]:
@@ -148,7 +155,9 @@ class Trial:
     def _exchange_table(self) -> Any:
         size, count = self.size, self.case.count
         uneven = self.case.uneven
-        return np.array([[count + (i + 2 * j if uneven else 0) for j in range(size)] for i in range(size)])
+        return np.array(
+            [[count + (i + 2 * j if uneven else 0) for j in range(size)] for i in range(size)]
+        )
 
     # memory
 
@@ -157,13 +166,17 @@ class Trial:
         hold, layout = self.family.hold, case.layout
         row, at_root = self.row, self.rank == self.root
         written = case.in_place or row.in_place
-        if row.in_place and row.rooted:  # only read on the source, and on all but the destination
+        # Only read on the source, and on all but the destination.
+        if row.in_place and row.rooted:
             written = at_root == (row.outputs is Arity.ONE_AT_ROOT)
         read_only = not written and case.family == "numpy" and case.seed % 2 == 0
         giving = at_root or row.inputs is not Arity.PER_RANK_AT_ROOT
         self.inputs = [hold(x, layout, read_only) for x in mine] if giving else []
         self.expected = self._expected()
-        blanks = [np.full(self._output_shape(i), 1).astype(_dtype(case)) for i in range(len(self.expected))]
+        blanks = [
+            np.full(self._output_shape(i), 1).astype(_dtype(case))
+            for i in range(len(self.expected))
+        ]
         if row.in_place:
             self.outputs = self.inputs
             return
@@ -183,7 +196,9 @@ class Trial:
             part.array[...] = self.inputs[0].array
             self.inputs = [part]
         elif sizes is Sizes.SCATTERED_FLAT and shape:
-            self.outputs = [self.family.part(self.inputs[0], rank * shape[0], (rank + 1) * shape[0])]
+            self.outputs = [
+                self.family.part(self.inputs[0], rank * shape[0], (rank + 1) * shape[0])
+            ]
 
     def _expected(self) -> list[list[Any]]:
         counts = None if self.rows is None else self.rows * int(np.prod(self._shape(1)[1:]))
@@ -229,7 +244,8 @@ class Trial:
         """Wait, and compare: what is wrong (or None), and a digest of the outputs."""
         if self.case.async_op:
             assert self.work.wait() is True
-            if not self.family.on_device:  # there it has only been put in order
+            # There it has only been put in order.
+            if not self.family.on_device:
                 self._assert_success()
         else:
             assert self.work is None
@@ -238,7 +254,9 @@ class Trial:
             got = held.read()
             digest.update(got.tobytes())
             reduces = (
-                self.case.reduce if len(given) > 1 or (self.row.reduces and self._reduced_here()) else None
+                self.case.reduce
+                if len(given) > 1 or (self.row.reduces and self._reduced_here())
+                else None
             )
             wrong = reference.complaint(self.case.dtype, reduces, given, got, self.case.arithmetic)
             if wrong:
@@ -263,7 +281,9 @@ class Trial:
     def _inputs_changed(self) -> str | None:
         shared = [h.array for h in self.outputs]
         for i, (held, value) in enumerate(zip(self.inputs, self.given[self.rank], strict=False)):
-            if self.case.in_place and (len(self.inputs) == 1 or any(held.array is s for s in shared)):
+            if self.case.in_place and (
+                len(self.inputs) == 1 or any(held.array is s for s in shared)
+            ):
                 continue
             if any(held.array is s for s in shared):
                 continue
@@ -284,7 +304,8 @@ Verdict = tuple[str | None, str]
 
 
 def run_cases(cases: Sequence[Case]) -> list[Verdict | None]:
-    """Run all cases, in order; for each what is wrong and a digest, or None on ranks outside its group."""
+    """Run all cases, in order; for each what is wrong and a digest, or None on ranks outside its
+    group."""
     size, me = dist.get_world_size(), dist.get_rank()
     verdicts: list[Verdict | None] = [None] * len(cases)
     pending: list[tuple[int, Trial]] = []

@@ -1,18 +1,21 @@
-"""The conformance suite: which cases every backend must pass. A backend's test module subclasses :class:`Conformance`.
+"""The conformance suite: which cases every backend must pass. A backend's test module subclasses
+:class:`Conformance`.
 
     from unicoll.testing import Conformance
 
     class TestMine(Conformance):
         backend = "mine"
 
-The small product (operation x dtype x reduction x sync/async) is covered whole for every group size; sizes, layouts,
-sub-groups, places and families are drawn at random on top of it, from a seed that is printed.
+The small product (operation x dtype x reduction x sync/async) is covered whole for every group
+size; sizes, layouts, sub-groups, places and families are drawn at random on top of it, from a seed
+that is printed.
 
-One run does a part of that (:mod:`sampling`, by the same seed): for each backend or transport, every operation with
-every element type and reduction, sync and async, in two of the group sizes; every layout sync or async; around every
-switch and with large arrays in one of the group sizes. The transports of the CPU backend run disjoint parts, which
-together are the whole suite. The two MPI libraries also run disjoint parts, except that each runs two of three group
-sizes around the switches.
+One run does a part of that (:mod:`sampling`, by the same seed): for each backend or transport,
+every operation with every element type and reduction, sync and async, in two of the group sizes;
+every layout sync or async; around every switch and with large arrays in one of the group sizes. The
+transports of the CPU backend run disjoint parts, which together are the whole suite. The two MPI
+libraries also run disjoint parts, except that each runs two of three group sizes around the
+switches.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ SIZES = (1, 2, 3, 4, 7)
 
 _SCALARS = [name for name in DATA if not (OPS[name].sizes is Sizes.EXCHANGED and OPS[name].joined)]
 """Operations on arrays without dimensions, which cannot be cut into parts for the ranks."""
-_IN_PLACE = [name for name in DATA if not OPS[name].in_place and OPS[name].sizes is not Sizes.EXCHANGED]
+_IN_PLACE = [
+    name for name in DATA if not OPS[name].in_place and OPS[name].sizes is not Sizes.EXCHANGED
+]
 """Operations whose output may be a part of the input, or the other way round."""
 
 
@@ -68,9 +73,10 @@ def has(dtype: str) -> bool:
 class Conformance:
     """Subclasses give the backend's facts; pytest runs what they inherit.
 
-    Ranks are processes of this host that join by ``init_process_group(backend)``. Where they have to be started in
-    another way, a subclass has a fixture ``pool`` of its own: a function of the number of ranks that returns a
-    :class:`unicoll.testing.ranks.Runner`, see :func:`unicoll.testing.ranks.pools`.
+    Ranks are processes of this host that join by ``init_process_group(backend)``. Where they have
+    to be started in another way, a subclass has a fixture ``pool`` of its own: a function of the
+    number of ranks that returns a :class:`unicoll.testing.ranks.Runner`, see
+    :func:`unicoll.testing.ranks.pools`.
     """
 
     backend: str = ""
@@ -79,11 +85,13 @@ class Conformance:
     """Modules that register the backend when they are imported; none where an entry point does."""
     families: Sequence[str] = ("numpy",)
     arithmetic = reference.STRICT
-    """What the backend's documentation leaves open in reductions, a :class:`reference.Arithmetic`."""
+    """What the backend's documentation leaves open in reductions, a
+    :class:`reference.Arithmetic`."""
     sample = 60
     """Random cases for each operation and group size."""
     turn = 0
-    """Which part of the tables a run does, see :mod:`sampling`: other classes of the same suite have other numbers."""
+    """Which part of the tables a run does, see :mod:`sampling`: other classes of the same suite
+    have other numbers."""
     whole: Sequence[str] = ()
     """Tests of which a run does everything all the same."""
     sizes: Sequence[int] = SIZES
@@ -122,7 +130,9 @@ class Conformance:
             for name, values in axes.items():
                 metafunc.parametrize(name, values)
         else:
-            metafunc.parametrize(list(axes), [*sampling.cells(test, axes, self.turn, self.table_seed())])
+            metafunc.parametrize(
+                list(axes), [*sampling.cells(test, axes, self.turn, self.table_seed())]
+            )
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -170,10 +180,11 @@ class Conformance:
         return [0, 1, 7, 1000, *(count + more for count in switches for more in (-1, 0, 1))]
 
     def large(self, itemsize: int) -> int:
-        """A count of elements that the backend works on piece by piece, not divisible by anything."""
+        """A count of elements that the backend works on piece by piece, not divisible by
+        anything."""
         return ((5 << 20) // itemsize + 11) | 1
 
-    # --- choosing cases -------------------------------------------------------------------------------------
+    # --- choosing cases ---------------------------------------------------------------------------
 
     def pairs(self, op: str) -> list[tuple[str, str | None]]:
         """All element types with all their reductions."""
@@ -183,7 +194,12 @@ class Conformance:
         if not OPS[op].reduces:
             return [(d, None) for d in (*dtypes, *filter(has, _MOVED))]
         table = supported_reductions()
-        return [(d, r) for d in dtypes for r in table[d] if self.reduces(d, r) and r not in OPS[op].refuses]
+        return [
+            (d, r)
+            for d in dtypes
+            for r in table[d]
+            if self.reduces(d, r) and r not in OPS[op].refuses
+        ]
 
     def draw(self, op: str, size: int, rng: random.Random) -> Case:
         dtype, reduce = rng.choice(self.pairs(op))
@@ -203,7 +219,9 @@ class Conformance:
             layout,
             async_op=rng.random() < 0.5,
             group=rng.choice(["world", "world", "subset", "reversed"]),
-            in_place=op in _IN_PLACE and layout not in ("backwards", "scalar") and rng.random() < 0.4,
+            in_place=op in _IN_PLACE
+            and layout not in ("backwards", "scalar")
+            and rng.random() < 0.4,
             uneven=OPS[op].uneven and layout != "scalar" and rng.random() < 0.5,
             special=rng.random() < 0.2,
             family=family,
@@ -211,7 +229,8 @@ class Conformance:
         )
 
     def check_cases(self, pool: Runner, cases: Sequence[Case], timeout: float = 120.0) -> None:
-        """Run cases; every rank's result must be correct, and all ranks' results of an all_reduce bitwise equal."""
+        """Run cases; every rank's result must be correct, and all ranks' results of an all_reduce
+        bitwise equal."""
         cases = [
             replace(
                 c,
@@ -225,20 +244,32 @@ class Conformance:
         for i, case in enumerate(cases):
             mine = [v[i] for v in verdicts if v[i] is not None]
             assert mine, f"nobody ran {case}"
-            wrong += [f"rank {r}: {case}: {v[i][0]}" for r, v in enumerate(verdicts) if v[i] and v[i][0]]
+            wrong += [
+                f"rank {r}: {case}: {v[i][0]}" for r, v in enumerate(verdicts) if v[i] and v[i][0]
+            ]
             if case.op == "all_reduce" and len({digest for _, digest in mine}) != 1:
                 wrong.append(f"{case}: ranks have different bits")
         drawn = f" ({SEED_VARIABLE}={sample_seed()} draws them again)"
-        assert not wrong, f"{len(wrong)} of {len(cases)} cases wrong{drawn}:\n" + "\n".join(wrong[:20])
+        assert not wrong, f"{len(wrong)} of {len(cases)} cases wrong{drawn}:\n" + "\n".join(
+            wrong[:20]
+        )
 
-    # --- the tests ------------------------------------------------------------------------------------------
+    # --- the tests --------------------------------------------------------------------------------
 
     @sampled("op", "size", 1)
     def test_every_type_and_reduction(self, op: str, size: int, pool: Pools, seed: int) -> None:
         rng = random.Random(f"{seed} {op} {size}")
         counts = cycle([5, 1, 0, 12])
         cases = [
-            Case(op, d, r, next(counts), async_op=a, special=r in ("MIN", "MAX"), seed=rng.randrange(1 << 30))
+            Case(
+                op,
+                d,
+                r,
+                next(counts),
+                async_op=a,
+                special=r in ("MIN", "MAX"),
+                seed=rng.randrange(1 << 30),
+            )
             for a in (False, True)
             for d, r in self.pairs(op)
         ]
@@ -252,14 +283,25 @@ class Conformance:
     @sampled("layout", "async_op", 1)
     def test_every_layout(self, layout: str, async_op: bool, pool: Pools) -> None:
         cases = [
-            Case(op, dtype, "SUM" if OPS[op].reduces else None, count, layout, async_op, group, in_place)
+            Case(
+                op,
+                dtype,
+                "SUM" if OPS[op].reduces else None,
+                count,
+                layout,
+                async_op,
+                group,
+                in_place,
+            )
             for op in self.among(DATA)
             for dtype in ("float32", "int16")
             if not OPS[op].reduces or self.reduces(dtype, "SUM")
             for count in ((1,) if layout == "scalar" else (0, 1, 6, 9000))
             for group in ("world", "reversed")
             for in_place in (
-                (False, True) if op in _IN_PLACE and layout not in ("backwards", "scalar") else (False,)
+                (False, True)
+                if op in _IN_PLACE and layout not in ("backwards", "scalar")
+                else (False,)
             )
             if op in _SCALARS or layout != "scalar"
         ]
@@ -282,9 +324,15 @@ class Conformance:
     def test_large_arrays(self, op: str, size: int, pool: Pools, seed: int) -> None:
         rng = random.Random(f"{seed} {op} {size} large")
         cases = []
-        for dtype in rng.sample([d for d in ("float32", "bfloat16", "complex128", "int8") if has(d)], 2):
+        for dtype in rng.sample(
+            [d for d in ("float32", "bfloat16", "complex128", "int8") if has(d)], 2
+        ):
             count = self.large(BY_NAME[dtype].itemsize)
-            reduce = rng.choice(["SUM", "MAX" if OPS[op].refuses else "AVG"]) if OPS[op].reduces else None
+            reduce = (
+                rng.choice(["SUM", "MAX" if OPS[op].refuses else "AVG"])
+                if OPS[op].reduces
+                else None
+            )
             if reduce == "MAX" and dtype == "complex128":
                 reduce = "PRODUCT"
             several = Arity.PER_RANK in (OPS[op].inputs, OPS[op].outputs)
@@ -308,7 +356,9 @@ class Conformance:
             pytest.skip("torch is not installed")
         rng = random.Random(f"{seed} torch {size}")
         cases = [
-            Case(op, d, r, rng.choice([0, 1, 5]), async_op=rng.random() < 0.5, family="torch", seed=i)
+            Case(
+                op, d, r, rng.choice([0, 1, 5]), async_op=rng.random() < 0.5, family="torch", seed=i
+            )
             for op in self.among(DATA)
             for i, (d, r) in enumerate(self.pairs(op))
         ]
@@ -334,7 +384,9 @@ class Conformance:
     def test_every_type_can_be_tested_here(self) -> None:
         missing = [name for name in (*_TYPES, *_MOVED) if not has(name)]
         if missing:
-            pytest.skip(f"ml_dtypes lacks {', '.join(missing)}, or is not installed: untested with NumPy")
+            pytest.skip(
+                f"ml_dtypes lacks {', '.join(missing)}, or is not installed: untested with NumPy"
+            )
         assert {d for d, _ in self.pairs("broadcast")} == {*_TYPES, *_MOVED}
 
     def test_messages(self, size: int, pool: Pools) -> None:
@@ -356,16 +408,28 @@ class Conformance:
         ]
 
     def test_coalesced_calls(self, size: int, pool: Pools) -> None:
-        self.needs("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+        self.needs(
+            "all_reduce",
+            "broadcast",
+            "all_gather",
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+        )
         for async_op in (False, True):
             assert pool(size).run(jobs.coalesced, async_op, self.families[0]) == [None] * size
 
     @sampled("size", "async_op", 1)
-    def test_inputs_that_overlap_outputs_are_read_first(self, size: int, async_op: bool, pool: Pools) -> None:
+    def test_inputs_that_overlap_outputs_are_read_first(
+        self, size: int, async_op: bool, pool: Pools
+    ) -> None:
         needed = [op for op in DATA if OPS[op].separate]
-        found = self.among(needed) + (["sendrecv"] if len(self.among(("send", "recv"))) == 2 else [])
+        found = self.among(needed) + (
+            ["sendrecv"] if len(self.among(("send", "recv"))) == 2 else []
+        )
         wrong = [
-            w for each in pool(size).run(jobs.overlapping, self.families[0], found, async_op) for w in each
+            w
+            for each in pool(size).run(jobs.overlapping, self.families[0], found, async_op)
+            for w in each
         ]
         assert not wrong, wrong
 

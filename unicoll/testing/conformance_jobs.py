@@ -19,11 +19,17 @@ from unicoll.testing.families import GuardedArray, family
 
 
 def messages(kind: str) -> list[str]:
-    """Messages to the next rank and from the one before, blocking, in the background and as a batch: what is wrong."""
+    """Messages to the next rank and from the one before, blocking, in the background and as a
+    batch: what is wrong."""
     size, me = dist.get_world_size(), dist.get_rank()
     after, before = (me + 1) % size, (me - 1) % size
     wrong = []
-    for count, layout in ((1, "contiguous"), (0, "contiguous"), (1000, "step"), (100_003, "contiguous")):
+    for count, layout in (
+        (1, "contiguous"),
+        (0, "contiguous"),
+        (1000, "step"),
+        (100_003, "contiguous"),
+    ):
         for dtype in ("float32", "int64", "uint8"):
             values = [np.full(count, 3 * rank + 1, dtype) for rank in range(size)]
             mine = family(kind).hold(values[me], layout)
@@ -31,7 +37,9 @@ def messages(kind: str) -> list[str]:
                 got = family(kind).hold(np.zeros(count, dtype), layout)
                 _exchange(how, mine.array, got.array, before, after)
                 if not np.array_equal(got.read(), values[before]) or not got.intact():
-                    wrong.append(f"rank {me}: {how}: {dtype}[{count}], {layout}, from rank {before}")
+                    wrong.append(
+                        f"rank {me}: {how}: {dtype}[{count}], {layout}, from rank {before}"
+                    )
     return wrong
 
 
@@ -43,7 +51,8 @@ def _exchange(how: str, mine: Any, got: Any, before: int, after: int) -> None:
         return
     send, receive = (dist.send, dist.recv) if how == "blocking" else (dist.isend, dist.irecv)
     calls: list[Any] = [partial(send, mine, after), partial(receive, got, before)]
-    if dist.get_rank() != 0:  # rank 0 begins: NCCL does one after another, in the background, too
+    # Rank 0 begins: NCCL does one after another, in the background, too.
+    if dist.get_rank() != 0:
         calls.reverse()
     for work in [call() for call in calls]:
         if how == "background":
@@ -51,7 +60,8 @@ def _exchange(how: str, mine: Any, got: Any, before: int, after: int) -> None:
 
 
 def bad_arguments(kind: str) -> list[str]:
-    """Messages with invalid tags and ranks: those that were accepted, or refused with another error."""
+    """Messages with invalid tags and ranks: those that were accepted, or refused with another
+    error."""
     x = family(kind).hold(np.zeros(3, np.float32), "contiguous").array
     other = 1 - dist.get_rank()
     wrong = []
@@ -86,7 +96,8 @@ def _batch_of_one(x: Any, peer: Any, tag: Any) -> None:
 
 
 def other_integers(kind: str) -> list[Any]:
-    """Ranks, tags and sizes that are integers of NumPy's: what came of a message, a broadcast and an exchange."""
+    """Ranks, tags and sizes that are integers of NumPy's: what came of a message, a broadcast and
+    an exchange."""
     me, n = dist.get_rank(), dist.get_world_size()
 
     def hold(values: Any) -> GuardedArray:
@@ -146,14 +157,24 @@ def coalesced(async_op: bool, kind: str) -> None:
         assert all((each.read() == (n - 1) * 10 + k).all() for k, each in enumerate(x))
         inputs = full(me * 10)
         outs = [full(-1, 0) for _ in range(n)]
-        finish(dist.all_gather_coalesced([arrays(o) for o in outs], arrays(inputs), async_op=async_op))
-        assert all((outs[r][k].read() == r * 10 + k).all() for r in range(n) for k in range(len(sizes)))
+        finish(
+            dist.all_gather_coalesced([arrays(o) for o in outs], arrays(inputs), async_op=async_op)
+        )
+        assert all(
+            (outs[r][k].read() == r * 10 + k).all() for r in range(n) for k in range(len(sizes))
+        )
         flat = [hold(np.zeros((n, s), dtype)) for s in sizes]
-        finish(dist.all_gather_into_tensor_coalesced(arrays(flat), arrays(inputs), async_op=async_op))
-        assert all((flat[k].read()[r] == r * 10 + k).all() for r in range(n) for k in range(len(sizes)))
+        finish(
+            dist.all_gather_into_tensor_coalesced(arrays(flat), arrays(inputs), async_op=async_op)
+        )
+        assert all(
+            (flat[k].read()[r] == r * 10 + k).all() for r in range(n) for k in range(len(sizes))
+        )
         given = [hold(np.arange(n, dtype=dtype).repeat(s) + np.asarray(me, dtype)) for s in sizes]
         parts = full(-1, 0)
-        finish(dist.reduce_scatter_tensor_coalesced(arrays(parts), arrays(given), async_op=async_op))
+        finish(
+            dist.reduce_scatter_tensor_coalesced(arrays(parts), arrays(given), async_op=async_op)
+        )
         assert all((p.read() == sum(me + r for r in range(n))).all() for p in parts)
     two = [hold(np.full(4, me, np.float32)), hold(np.full(4, me, np.int32))]
     finish(dist.all_reduce_coalesced(arrays(two), async_op=async_op))
@@ -161,7 +182,8 @@ def coalesced(async_op: bool, kind: str) -> None:
 
 
 def overlapping(kind: str, operations: Sequence[str], async_op: bool) -> list[str]:
-    """Calls whose inputs overlap their outputs: what differs from the result for a copy of the inputs."""
+    """Calls whose inputs overlap their outputs: what differs from the result for a copy of the
+    inputs."""
     n, me = dist.get_world_size(), dist.get_rank()
     wrong = []
     for k, op in product((3, 70_000), operations):
@@ -172,7 +194,9 @@ def overlapping(kind: str, operations: Sequence[str], async_op: bool) -> list[st
             work.wait()
         different = np.flatnonzero(held.read() != _memory_afterwards(op, memory, k))
         if different.size:
-            wrong.append(f"rank {me}: {op} of {k}: {different.size} elements from {different[0]} on")
+            wrong.append(
+                f"rank {me}: {op} of {k}: {different.size} elements from {different[0]} on"
+            )
     return wrong
 
 
@@ -283,7 +307,8 @@ def refusals(op: str, pairs: Sequence[tuple[str, str]], kind: str) -> list[tuple
 
 
 def repeated_reductions(kind: str) -> list[list[str]]:
-    """Digests of the results of the same all_reduces of a family's arrays, done several times, blocking and not."""
+    """Digests of the results of the same all_reduces of a family's arrays, done several times,
+    blocking and not."""
     digests = []
     for count in (5, 1000, 100_003):
         for dtype in ("float32", "float16", "complex64"):

@@ -20,7 +20,8 @@ CANARY = 0xA5
 class GuardedArray(NamedTuple):
     """An array in some layout, with guard bytes around its elements.
 
-    ``read`` returns the elements as a contiguous NumPy array, ``intact`` True if the guard bytes are unchanged.
+    ``read`` returns the elements as a contiguous NumPy array, ``intact`` True if the guard bytes
+    are unchanged.
     """
 
     array: Array
@@ -31,7 +32,8 @@ class GuardedArray(NamedTuple):
 _VIEWS: dict[str, Callable[[Any], Any]] = {
     "step": lambda base: base[..., ::2],
     "rows": lambda base: base[::2],
-    "transposed": lambda base: base.T,  # in Fortran's order
+    # In Fortran's order.
+    "transposed": lambda base: base.T,
     "backwards": lambda base: base[..., ::-1],
 }
 
@@ -50,7 +52,8 @@ def _guard(layout: str, values: Any) -> Any:
 
 
 def _only_view_changed(layout: str, base: Any) -> bool:
-    """True if the elements of an array of guard bytes that are not in the layout's view are unchanged."""
+    """True if the elements of an array of guard bytes that are not in the layout's view are
+    unchanged."""
     raw = base.copy().view(f"V{base.itemsize}")
     _VIEWS[layout](raw)[...] = np.frombuffer(bytes([CANARY]) * base.itemsize, raw.dtype)[0]
     return bool(raw.tobytes() == bytes([CANARY]) * raw.nbytes)
@@ -79,7 +82,9 @@ class ArrayFamily(ABC):
         array = _VIEWS[layout](base)
         array[...] = self.from_numpy(values)
         return GuardedArray(
-            array, lambda: self.to_numpy(array), lambda: _only_view_changed(layout, self.to_numpy(base))
+            array,
+            lambda: self.to_numpy(array),
+            lambda: _only_view_changed(layout, self.to_numpy(base)),
         )
 
     def part(self, held: GuardedArray, start: int, stop: int) -> GuardedArray:
@@ -130,21 +135,29 @@ class TorchFamily(ArrayFamily):
         name = str(array.dtype).partition(".")[2]
         if BY_NAME[name].native:
             return array.contiguous().cpu().numpy()
-        bits = {1: self._torch.uint8, 2: self._torch.int16, 4: self._torch.int32}[array.element_size()]
+        bits = {1: self._torch.uint8, 2: self._torch.int16, 4: self._torch.int32}[
+            array.element_size()
+        ]
         # torch copies bits of all types, and elements of some.
         return array.view(bits).contiguous().cpu().numpy().view(reference.numpy_dtype(name))
 
 
 class CupyFamily(ArrayFamily):
-    """Arrays of CuPy, or of a test's substitute, on the current device; no types that NumPy lacks."""
+    """Arrays of CuPy, or of a test's substitute, on the current device; no types that NumPy
+    lacks."""
 
     def __init__(self, module: Any = None) -> None:
         self._cupy = importlib.import_module("cupy") if module is None else module
 
     def from_numpy(self, values: Any) -> Array:
         host = np.array(values, order="C")
-        # CuPy fills an array without dimensions, and with a negative zero it fills it with zero bytes
-        return self._cupy.asarray(host) if host.ndim else self._cupy.asarray(host.reshape(1)).reshape(())
+        # CuPy fills an array without dimensions, and with a negative zero it fills it with zero
+        # bytes
+        return (
+            self._cupy.asarray(host)
+            if host.ndim
+            else self._cupy.asarray(host.reshape(1)).reshape(())
+        )
 
     def to_numpy(self, array: Array) -> Any:
         return np.ascontiguousarray(array.get())

@@ -1,7 +1,9 @@
-"""The ranks of the conformance suite: processes of this host that join with a backend and execute calls.
+"""The ranks of the conformance suite: processes of this host that join with a backend and execute
+calls.
 
-A process imports the modules that ranks need, and forks the ranks, which takes less time than to start each of them.
-Warnings are errors in the ranks, and output on their standard error is one, too.
+A process imports the modules that ranks need, and forks the ranks, which takes less time than to
+start each of them. Warnings are errors in the ranks, and output on their standard error is one,
+too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 CALL_S = 180.0
-"""Time limit of a call on the ranks: a call that takes seconds takes a minute on a machine with ten times its load."""
+"""Time limit of a call on the ranks: a call that takes seconds takes a minute on a machine with ten
+times its load."""
 PATIENCE_S = 8.0
 """Time limit for the other ranks after a failure, and for the release of resources."""
 
@@ -40,7 +43,8 @@ _TEST_OPTIONS = ("UNICOLL_TEST_", "UNICOLL_TRANSPORT", "UNICOLL_CHANNEL")
 
 
 class RanksFailed(AssertionError):
-    """At least one rank failed, hung, died or left something behind; the message has the ranks' output."""
+    """At least one rank failed, hung, died or left something behind; the message has the ranks'
+    output."""
 
 
 class Runner(Protocol):
@@ -84,7 +88,8 @@ class Pool:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = CALL_S) -> list[Any]:
-        """Call a function on all ranks; returns their values. Raises RanksFailed on a failure or a hang."""
+        """Call a function on all ranks; returns their values. Raises RanksFailed on a failure or a
+        hang."""
         try:
             if self._process is None:
                 self._start()
@@ -95,7 +100,8 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """Leave the job; raises RanksFailed if a rank has left something behind or written output."""
+        """Leave the job; raises RanksFailed if a rank has left something behind or written
+        output."""
         if self._process is None:
             return
         try:
@@ -104,7 +110,9 @@ class Pool:
                 pipe.close()
             self._process.wait(CALL_S)
             if any(left) or self._output():
-                raise RanksFailed(f"leaks after destroy_process_group, by rank: {left}\n{self._output()}")
+                raise RanksFailed(
+                    f"leaks after destroy_process_group, by rank: {left}\n{self._output()}"
+                )
         finally:
             self._kill()
 
@@ -129,9 +137,12 @@ class Pool:
         for _, socket_of_rank in sockets:
             socket_of_rank.close()
 
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def _call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> list[Any]:
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # the rank has died, which is found below
+            # The rank has died, which is found below.
+            with suppress(BrokenPipeError):
                 pipe.send((function, args))
         values: list[Any] = [None] * self.size
         failures = []
@@ -141,9 +152,12 @@ class Pool:
             ready = wait(list(running), max(0.0, deadline - time.monotonic()))
             if not ready:
                 assert self._process is not None
-                os.killpg(self._process.pid, signal.SIGUSR1)  # ranks write the stacks of their threads
+                # Ranks write the stacks of their threads.
+                os.killpg(self._process.pid, signal.SIGUSR1)
                 failures.append(f"ranks {sorted(running.values())} did not end in {timeout:g} s")
-                failures += [f"--- rank {rank}: {self._stacks(rank)}" for rank in sorted(running.values())]
+                failures += [
+                    f"--- rank {rank}: {self._stacks(rank)}" for rank in sorted(running.values())
+                ]
                 break
             for answered in ready:
                 rank = running.pop(answered)
@@ -155,13 +169,19 @@ class Pool:
                     failures.append(f"--- rank {rank}: {failure}")
                     deadline = min(deadline, time.monotonic() + PATIENCE_S)
         if failures:
-            time.sleep(0.5)  # for exit codes
+            # For exit codes.
+            time.sleep(0.5)
             raise RanksFailed("\n".join([*failures, self._output()]))
         return values
 
     def _stacks(self, rank: int) -> str:
-        """The stacks of a rank's threads, waiting for the last frame of its main thread, which is the last one."""
-        file, text, deadline = Path(self._folder.name, f"stacks{rank}"), "", time.monotonic() + PATIENCE_S
+        """The stacks of a rank's threads, waiting for the last frame of its main thread, which is
+        the last one."""
+        file, text, deadline = (
+            Path(self._folder.name, f"stacks{rank}"),
+            "",
+            time.monotonic() + PATIENCE_S,
+        )
         while " in <module>\n" not in text and time.monotonic() < deadline:
             time.sleep(0.02)
             text = file.read_text(errors="replace") if file.exists() else ""
@@ -186,7 +206,9 @@ class Pool:
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """The environment of ranks: this process's without variables of launchers."""
     kept = {
-        k: v for k, v in os.environ.items() if k.startswith(_TEST_OPTIONS) or not LAUNCHER_VARIABLES.match(k)
+        k: v
+        for k, v in os.environ.items()
+        if k.startswith(_TEST_OPTIONS) or not LAUNCHER_VARIABLES.match(k)
     }
     # on a busy machine calls may wait for long, and what ranks print may be a failure
     kept |= {
@@ -198,10 +220,11 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return kept | {"PYTHONFAULTHANDLER": "1"} | (extra or {})
 
 
-# --- in the ranks ---------------------------------------------------------------------------------------------
+# --- in the ranks ---------------------------------------------------------------------------------
 
 MODULES = (
-    "encodings.ascii",  # as sockets import them
+    # As sockets import them.
+    "encodings.ascii",
     "encodings.idna",
     "gloo_fallback.backend",
     "unicoll.api.subgroups",
@@ -216,7 +239,8 @@ _baseline: list[str] = []
 
 
 def fork_ranks(descriptors: Sequence[int], folder: str) -> None:
-    """Main function of the process that forks the ranks, and of each rank, which has one of the descriptors."""
+    """Main function of the process that forks the ranks, and of each rank, which has one of the
+    descriptors."""
     global _place
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -246,7 +270,8 @@ def fork_ranks(descriptors: Sequence[int], folder: str) -> None:
 
 
 def _work(pipe: Connection) -> None:
-    """Execute calls until the pipe is closed; the answer to each is its value, and a traceback or ""."""
+    """Execute calls until the pipe is closed; the answer to each is its value, and a traceback or
+    ""."""
     global _baseline
     _baseline = snapshot()
     while True:
@@ -287,19 +312,23 @@ def snapshot() -> list[str]:
     """One text per thread and descriptor of this process; descriptors by their kind."""
     # threading keeps a thread whose start was interrupted; it has no identifier and does not exist
     threads = [f"thread {t.name}" for t in threading.enumerate() if t.ident is not None]
-    files = [f"fd {name.partition(':[')[0]}" for name in _open_files() if not name.startswith("/proc/")]
+    files = [
+        f"fd {name.partition(':[')[0]}" for name in _open_files() if not name.startswith("/proc/")
+    ]
     return sorted(threads + files)
 
 
 def _open_files() -> Iterator[str]:
     """What each descriptor of this process refers to."""
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed in the meantime, like the descriptor that listed the directory
+        # Closed in the meantime, like the descriptor that listed the directory.
+        with suppress(OSError):
             yield os.readlink(f"/proc/self/fd/{fd}")
 
 
 def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = None) -> list[str]:
-    """Entries of :func:`snapshot` that stay although they are not in ``before``; filtered by ``matters``."""
+    """Entries of :func:`snapshot` that stay although they are not in ``before``; filtered by
+    ``matters``."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         left = list(snapshot())
@@ -309,5 +338,6 @@ def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = Non
         left = list(filter(matters, left)) if matters else left
         if not left or time.monotonic() > deadline:
             return left
-        if not gc.collect():  # objects in reference cycles are released by the collector, others with time
+        # Objects in reference cycles are released by the collector, others with time.
+        if not gc.collect():
             time.sleep(0.02)

@@ -1,4 +1,5 @@
-"""What every collective must deliver, computed by NumPy from all ranks' inputs, with exact integers and float64."""
+"""What every collective must deliver, computed by NumPy from all ranks' inputs, with exact integers
+and float64."""
 
 from __future__ import annotations
 
@@ -34,12 +35,15 @@ _UFUNC: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a backend's documentation leaves open in reductions of floating-point numbers; by default nothing.
+    """What a backend's documentation leaves open in reductions of floating-point numbers; by
+    default nothing.
 
     Attributes:
-        rounds_hops: float16, bfloat16 and float8 may be rounded after every operation, and the ranks may be taken in
-            any order. Otherwise they are accumulated in float32, and rounded once.
-        saturates: a float8 that is too large or infinite may become the largest finite one, at every hop.
+        rounds_hops: float16, bfloat16 and float8 may be rounded after every operation, and the
+            ranks may be taken in any order. Otherwise they are accumulated in float32, and rounded
+            once.
+        saturates: a float8 that is too large or infinite may become the largest finite one, at
+            every hop.
         drops_nan: MIN and MAX may be those of the numbers, where some ranks have a NaN.
         truncates: roundings to bfloat16 may be towards zero.
     """
@@ -52,7 +56,8 @@ class Arithmetic:
     def rounding(self, name: str) -> float:
         """How much a rounding changes a number at most, in halves of a unit in its last place."""
         if name.startswith("float8"):
-            return 1 + 2.0**-_FLOAT16_STEPS  # first to float16
+            # First to float16.
+            return 1 + 2.0**-_FLOAT16_STEPS
         return 2.0 if self.truncates and name == "bfloat16" else 1.0
 
 
@@ -61,7 +66,8 @@ NCCL = Arithmetic(rounds_hops=True, saturates=True, drops_nan=True)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any] | None:
-    """The NumPy dtype of an element type; None where neither NumPy nor an installed ml_dtypes has it."""
+    """The NumPy dtype of an element type; None where neither NumPy nor an installed ml_dtypes has
+    it."""
     if BY_NAME[name].native:
         storage: np.dtype[Any] = BY_NAME[name].storage
         return storage
@@ -112,14 +118,17 @@ def values(
 ) -> Array:
     """Random elements; integers of the full range.
 
-    They repeat after :data:`PERIOD` elements, because generating random values is slow; a prime divides no chunk.
+    They repeat after :data:`PERIOD` elements, because generating random values is slow; a prime
+    divides no chunk.
     """
     count = math.prod(shape)
     drawn = _draw(name, reduce, min(count, PERIOD), rng, special)
     return (drawn if count <= PERIOD else np.resize(drawn, count)).reshape(shape)
 
 
-def _draw(name: str, reduce: str | None, count: int, rng: np.random.Generator, special: bool) -> Array:
+def _draw(
+    name: str, reduce: str | None, count: int, rng: np.random.Generator, special: bool
+) -> Array:
     dtype = numpy_dtype(name)
     assert dtype is not None
     shape = (count,)
@@ -148,7 +157,8 @@ def _draw(name: str, reduce: str | None, count: int, rng: np.random.Generator, s
 def contributions(
     op: str, inputs: Inputs, rank: int, root: int, counts: Array | None = None
 ) -> list[list[Array]]:
-    """For each output of a rank the arrays of which it is the reduction (or, alone, the copy), flat.
+    """For each output of a rank the arrays of which it is the reduction (or, alone, the copy),
+    flat.
 
     In an all_to_all_single ``counts[i, j]`` elements go from rank i to rank j.
     """
@@ -163,7 +173,8 @@ def contributions(
     if op == "scan":
         return [first[: rank + 1]]
     if op == "exscan":
-        return [first[:rank] or [first[0]]]  # rank 0 keeps its array
+        # Rank 0 keeps its array.
+        return [first[:rank] or [first[0]]]
     if op == "reduce":
         return [first if rank == root else [first[rank]]]
     if op in ("all_gather", "gather"):
@@ -187,9 +198,14 @@ def contributions(
 
 
 def complaint(
-    name: str, reduce: str | None, given: Sequence[Array], got: Array, arithmetic: Arithmetic = STRICT
+    name: str,
+    reduce: str | None,
+    given: Sequence[Array],
+    got: Array,
+    arithmetic: Arithmetic = STRICT,
 ) -> str | None:
-    """What is wrong with ``got`` as the reduction (copy, where ``reduce`` is None) of ``given``; None if right."""
+    """What is wrong with ``got`` as the reduction (copy, where ``reduce`` is None) of ``given``;
+    None if right."""
     got = got.reshape(-1)
     if got.size != given[0].size:
         return f"{got.size} elements in place of {given[0].size}"
@@ -216,7 +232,8 @@ def complaint(
 
 
 def _bits(array: Array) -> Array:
-    """Each element's bytes as one item, so that NaNs and zeros are compared by what they are made of."""
+    """Each element's bytes as one item, so that NaNs and zeros are compared by what they are made
+    of."""
     return np.ascontiguousarray(array).view(f"V{array.itemsize}")
 
 
@@ -224,11 +241,15 @@ def _describe(wrong: Array, got: Array, expected: Array) -> str | None:
     if not wrong.size:
         return None
     i = int(wrong[0])
-    return f"{wrong.size} of {got.size} elements wrong; element {i} is {got[i]!r}, expected {expected[i]!r}"
+    return (
+        f"{wrong.size} of {got.size} elements wrong; element {i} is {got[i]!r}, expected"
+        f" {expected[i]!r}"
+    )
 
 
 def _exact(reduce: str, given: Sequence[Array]) -> Array:
-    """In the element type's own arithmetic, which wraps around; an average is that of the exact sum."""
+    """In the element type's own arithmetic, which wraps around; an average is that of the exact
+    sum."""
     dtype = given[0].dtype
     if reduce == "AVG":
         totals = map(sum, zip(*(x.tolist() for x in given), strict=True))
@@ -273,8 +294,11 @@ def _extreme(
     return expected, right
 
 
-def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -> tuple[Array, Array]:
-    """The expected result, and where ``found`` is right; float16, bfloat16 and float8 accumulate in float32."""
+def _rounded_once(
+    name: str, reduce: str, wide: Sequence[Array], found: Array
+) -> tuple[Array, Array]:
+    """The expected result, and where ``found`` is right; float16, bfloat16 and float8 accumulate in
+    float32."""
     ranks, half = len(wide), BY_NAME[name].half
     eps = 2.0 ** -(23 if half else _format(name).mantissa)
     if reduce == "PRODUCT":
@@ -282,7 +306,8 @@ def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -
         error = 4 * ranks * eps * np.prod([np.abs(x) for x in wide], axis=0)
     elif reduce in ("EXACT_SUM", "EXACT_AVG"):
         expected = _summed_exactly(wide) / (ranks if reduce == "EXACT_AVG" else 1)
-        error = 4 * _half_ulp(name, np.abs(expected))  # of two roundings here and there; tests/unit is exact
+        # Of two roundings here and there; tests/unit is exact.
+        error = 4 * _half_ulp(name, np.abs(expected))
     else:
         if reduce == "PREMUL_SUM":
             wide = [x * factor_of(name) for x in wide]
@@ -291,7 +316,8 @@ def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -
         if reduce == "AVG":
             expected, error = expected / ranks, error / ranks
     limit = math.inf
-    if half:  # one rounding at the end: within one unit in the last place
+    # One rounding at the end: within one unit in the last place.
+    if half:
         error = error + 2 * _half_ulp(name, np.abs(expected))
         limit = _format(name).largest
     right = np.abs(found - expected) <= np.nan_to_num(error, nan=0.0, posinf=0.0)
@@ -305,8 +331,11 @@ def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -
 def _summed_exactly(wide: Sequence[Array]) -> Array:
     """The exact sum, rounded to float64."""
     if wide[0].dtype.kind == "c":
-        return _summed_exactly([x.real for x in wide]) + 1j * _summed_exactly([x.imag for x in wide])
-    total: Array = np.sum(wide, axis=0)  # of infinities and NaNs, too
+        return _summed_exactly([x.real for x in wide]) + 1j * _summed_exactly(
+            [x.imag for x in wide]
+        )
+    # Of infinities and NaNs, too.
+    total: Array = np.sum(wide, axis=0)
     for i in np.flatnonzero(np.isfinite(total)):
         total[i] = math.fsum(x[i] for x in wide)
     return total
@@ -321,7 +350,8 @@ def _half_ulp(name: str, magnitude: Array) -> Array:
 
 
 def _rounding(name: str, magnitude: Array) -> Array:
-    """The most that rounding to the element type changes a number: nothing where that is an element."""
+    """The most that rounding to the element type changes a number: nothing where that is an
+    element."""
     half = _half_ulp(name, magnitude)
     rounded: Array = np.where(np.fmod(magnitude, 2 * half) == 0, 0, half)
     return rounded
@@ -335,12 +365,13 @@ def _unit(name: str) -> float:
 def _sum_of_hops(
     name: str, reduce: str, wide: Sequence[Array], found: Array, saturates: bool, more: float
 ) -> tuple[Array, Array]:
-    """The expected sum, and where ``found`` is one that was rounded after every operation, in whatever order.
+    """The expected sum, and where ``found`` is one that was rounded after every operation, in
+    whatever order.
 
-    A rounding changes a number by ``more`` halves of a unit in its last place at most. The numbers rounded are the
-    terms, where they have a factor, n - 2 partial sums, none of them larger than that of all positive or of all
-    negative terms, and the sum. The factor 1/n of an average is rounded, too, which changes the sum by as small a part
-    of it.
+    A rounding changes a number by ``more`` halves of a unit in its last place at most. The numbers
+    rounded are the terms, where they have a factor, n - 2 partial sums, none of them larger than
+    that of all positive or of all negative terms, and the sum. The factor 1/n of an average is
+    rounded, too, which changes the sum by as small a part of it.
 
     What saturates is changed by no more than the terms' total exceeds the largest number.
     """
@@ -351,7 +382,9 @@ def _sum_of_hops(
     if saturates:
         terms = [np.clip(x, -limit, limit) for x in terms]
         total = np.sum(terms, axis=0)
-    positive, negative = (np.sum([np.maximum(sign * x, 0) for x in terms], axis=0) for sign in (1, -1))
+    positive, negative = (
+        np.sum([np.maximum(sign * x, 0) for x in terms], axis=0) for sign in (1, -1)
+    )
     largest = np.maximum(positive, negative)
     if ranks & (ranks - 1) and reduce == "AVG":
         before = np.sum([_half_ulp(name, np.abs(x) * (1 + unit)) for x in terms], axis=0) * more
@@ -359,7 +392,8 @@ def _sum_of_hops(
     else:
         before = np.sum([_rounding(name, np.abs(x)) for x in terms], axis=0) * more
     error = before
-    for _ in range(2 if ranks > 1 else 0):  # the errors may take a number to where units are larger
+    # The errors may take a number to where units are larger.
+    for _ in range(2 if ranks > 1 else 0):
         partial, last = _half_ulp(name, largest + error), _half_ulp(name, np.abs(total) + error)
         error = before + ((ranks - 2) * partial + last) * more
     if saturates:
@@ -367,7 +401,9 @@ def _sum_of_hops(
         error = error + np.maximum(positive + negative - limit, 0)
     else:
         up, down = positive + error > limit, negative + error > limit
-        overflowed = np.where(np.isnan(found), up & down, np.isinf(found) & np.where(found > 0, up, down))
+        overflowed = np.where(
+            np.isnan(found), up & down, np.isinf(found) & np.where(found > 0, up, down)
+        )
         overflowed &= ~np.isnan(total)
     return expected, (np.abs(found - total) <= error) | _same(found, expected) | overflowed
 
@@ -375,16 +411,23 @@ def _sum_of_hops(
 def _product_of_hops(
     name: str, wide: Sequence[Array], found: Array, saturates: bool, more: float
 ) -> tuple[Array, Array]:
-    """The expected product, and where ``found`` is one that was rounded after every operation, in whatever order.
+    """The expected product, and where ``found`` is one that was rounded after every operation, in
+    whatever order.
 
-    Partial products are at most that of all factors above 1. Where that is too large, what saturates may become
-    anything; else it becomes infinite, or a NaN.
+    Partial products are at most that of all factors above 1. Where that is too large, what
+    saturates may become anything; else it becomes infinite, or a NaN.
     """
     hops, limit, unit = len(wide) - 1, _format(name).largest, _unit(name) * more
     expected = fold(np.multiply, wide)
     most = fold(np.multiply, [np.maximum(np.abs(x), 1) for x in wide])
     growth = (1 + unit) ** hops
-    error = hops * growth * (unit * np.abs(expected) + more * 2.0 ** (_format(name).smallest - 1) * most)
-    right = _same(found, expected) | (np.abs(found - expected) <= np.nan_to_num(error, nan=0.0, posinf=0.0))
+    error = (
+        hops
+        * growth
+        * (unit * np.abs(expected) + more * 2.0 ** (_format(name).smallest - 1) * most)
+    )
+    right = _same(found, expected) | (
+        np.abs(found - expected) <= np.nan_to_num(error, nan=0.0, posinf=0.0)
+    )
     open_ended = ~fold(np.logical_or, [np.isnan(x) for x in wide]) & (most * growth > limit)
     return expected, right | (open_ended if saturates else open_ended & ~np.isfinite(found))

@@ -1,4 +1,5 @@
-"""The suite for the backend that ``UNICOLL_TEST_BACKEND`` names: ``pytest --pyargs unicoll.testing``."""
+"""The suite for the backend that ``UNICOLL_TEST_BACKEND`` names: ``pytest --pyargs
+unicoll.testing``."""
 
 from __future__ import annotations
 

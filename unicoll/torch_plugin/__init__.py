@@ -8,11 +8,11 @@ Importing this package registers them::
     dist.init_process_group("unicoll")          # by device: mpi or gloo for CPU tensors, nccl for CUDA tensors
     dist.init_process_group("unicoll-gloo")     # one of unicoll's backends by name; also -mpi and -nccl
 
-``init_process_group`` then takes rank, world size and address from every launcher that unicoll supports. The package
-needs torch 2.6 or newer, and logs a warning for a version newer than the tested ones. :func:`enable_mpi` makes
-``init_process_group("mpi")`` work if torch was built without MPI; :func:`explain` reports the chosen backends.
-:func:`torch_group` gives torch's group over a group of unicoll's functions. :func:`watch` diagnoses the groups of any
-other backend.
+``init_process_group`` then takes rank, world size and address from every launcher that unicoll
+supports. The package needs torch 2.6 or newer, and logs a warning for a version newer than the
+tested ones. :func:`enable_mpi` makes ``init_process_group("mpi")`` work if torch was built without
+MPI; :func:`explain` reports the chosen backends. :func:`torch_group` gives torch's group over a
+group of unicoll's functions. :func:`watch` diagnoses the groups of any other backend.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ MPI = "mpi"
 
 
 def names_unicoll(backend: str | None, include_mpi: bool) -> bool:
-    """True if a backend string, such as ``"cpu:unicoll-gloo,cuda:nccl"``, names a unicoll backend for any device.
+    """True if a backend string, such as ``"cpu:unicoll-gloo,cuda:nccl"``, names a unicoll backend
+    for any device.
 
     ``"mpi"`` is one with ``include_mpi``.
     """
@@ -22,9 +23,9 @@ def names_unicoll(backend: str | None, include_mpi: bool) -> bool:
 def spec_of(backend: str) -> str | None:
     """unicoll's backend specification for a backend string with at least one unicoll name.
 
-    ``"unicoll"`` is None (chosen by device), ``"unicoll-gloo"`` is ``"gloo"``, ``"cpu:unicoll-gloo,cuda:nccl"`` is
-    ``"cpu:gloo,cuda:nccl"``: a unicoll group serves all its devices itself, so torch's names denote unicoll's backends
-    too.
+    ``"unicoll"`` is None (chosen by device), ``"unicoll-gloo"`` is ``"gloo"``,
+    ``"cpu:unicoll-gloo,cuda:nccl"`` is ``"cpu:gloo,cuda:nccl"``: a unicoll group serves all its
+    devices itself, so torch's names denote unicoll's backends too.
     """
     backend = backend.lower()
     if ":" not in backend:

@@ -1,6 +1,7 @@
 """Differences between torch versions, and workarounds for process groups written in Python.
 
-Each docstring names the limitation of torch that it works around. :data:`TESTED` has the tested versions.
+Each docstring names the limitation of torch that it works around. :data:`TESTED` has the tested
+versions.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _ZERO = timedelta(0)
 
 
 def warn_of_untested(version: str) -> None:
-    """Log a warning if a version of torch is older than the oldest one tested, or its minor version is newer."""
+    """Log a warning if a version of torch is older than the oldest one tested, or its minor version
+    is newer."""
     oldest, newest = TESTED[0], TESTED[-1]
     if not _minor(oldest) <= _minor(version) <= _minor(newest):
         _log.warning(
@@ -78,10 +80,11 @@ class RequestedGroup(NamedTuple):
 
 
 def requested_group() -> RequestedGroup:
-    """The arguments of the group that torch is creating, read from the local variables of torch's function.
+    """The arguments of the group that torch is creating, read from the local variables of torch's
+    function.
 
-    torch passes to the factory of a backend neither the backends of the other devices, which the group of a Python
-    backend replaces, nor the device; and to the factory of "mpi" only the ranks.
+    torch passes to the factory of a backend neither the backends of the other devices, which the
+    group of a Python backend replaces, nor the device; and to the factory of "mpi" only the ranks.
     """
     frame = caller("_new_process_group_helper")
     if frame is None:
@@ -94,7 +97,8 @@ def requested_group() -> RequestedGroup:
         variables.get("group_name"),
         variables.get("group_desc"),
         variables.get("device_id"),
-        None if type(store) is dist.Store else store,  # an empty base object, for "mpi" only
+        # An empty base object, for "mpi" only.
+        None if type(store) is dist.Store else store,
         tuple(variables.get("global_ranks_in_group", ())),
         not variables.get("pg_tag") and not _is_local(),
     )
@@ -117,11 +121,13 @@ _BLOCKING_P2P = frozenset(inspect.unwrap(function).__code__ for function in (c10
 def is_awaited() -> bool:
     """True if the caller is ``dist.send`` or ``dist.recv``, which wait for the message immediately.
 
-    They call the same methods of the group as ``isend`` and ``irecv``; from 2.13 on, they call these functions.
+    They call the same methods of the group as ``isend`` and ``irecv``; from 2.13 on, they call
+    these functions.
     """
     # behind this function: the method of the group that calls it, the method's guard, the caller
     frame: FrameType | None = sys._getframe(3)
-    for _ in range(3):  # isend, its exception logger, send
+    # Isend, its exception logger, send.
+    for _ in range(3):
         if frame is None or frame.f_code in _BLOCKING_P2P:
             break
         frame = frame.f_back
@@ -142,7 +148,8 @@ def compile_not(code: CodeType) -> None:
     """
     dynamo: Any = torch._C._dynamo.eval_frame
     with suppress(AttributeError, TypeError):
-        if hasattr(dynamo, "skip_code"):  # 2.6
+        # 2.6.
+        if hasattr(dynamo, "skip_code"):
             dynamo.skip_code(code)
         else:
             skip = dynamo._FrameAction.SKIP
@@ -152,9 +159,9 @@ def compile_not(code: CodeType) -> None:
 def inline_not(function: Any) -> None:
     """Have torch.compile neither compile a function and what it calls nor inline it.
 
-    Behind a graph break torch.compile compiles every function that the program calls. It refuses those that use a
-    process group, whose attributes it does not know, with an internal error. The attribute is that of
-    ``torch.compiler.disable``, which would import all of ``torch._dynamo``.
+    Behind a graph break torch.compile compiles every function that the program calls. It refuses
+    those that use a process group, whose attributes it does not know, with an internal error. The
+    attribute is that of ``torch.compiler.disable``, which would import all of ``torch._dynamo``.
     """
     compile_not(function.__code__)
     function._torchdynamo_disable = True
@@ -169,7 +176,8 @@ def inline_no_methods(cls: type[Any]) -> None:
 
 
 def replace(name: str, made: Callable[[Any], Any]) -> None:
-    """Replace a function of torch.distributed, where this version has it, by ``made(function)``, once per ``made``."""
+    """Replace a function of torch.distributed, where this version has it, by ``made(function)``,
+    once per ``made``."""
     torchs = getattr(c10d, name, None)
     makers = getattr(torchs, "dispatches_unicoll", ())
     if torchs is None or made.__qualname__ in makers:
@@ -185,8 +193,8 @@ def replace(name: str, made: Callable[[Any], Any]) -> None:
 def _replace_gradients(cls: type[Any]) -> None:
     """Have the gradients of gathers use reduce_scatter for groups of ``cls``, as those of NCCL do.
 
-    torch decides by the backend's name: by others that of ``_all_gather_base`` is refused, and that of ``all_gather``
-    is an all_to_all with ``size`` times the memory.
+    torch decides by the backend's name: by others that of ``_all_gather_base`` is refused, and that
+    of ``all_gather`` is an all_to_all with ``size`` times the memory.
     """
     from torch.distributed.nn import functional
 
@@ -199,12 +207,16 @@ def _replace_gradients(cls: type[Any]) -> None:
         if not isinstance(ctx.group or c10d.GroupMember.WORLD, cls):
             return torchs_both(ctx, *gradients)
         mine = torch.empty_like(gradients[dist.get_rank(ctx.group)])
-        return None, functional._Reduce_Scatter.apply(dist.ReduceOp.SUM, ctx.group, mine, *gradients)
+        return None, functional._Reduce_Scatter.apply(
+            dist.ReduceOp.SUM, ctx.group, mine, *gradients
+        )
 
     def gathered_into_tensor(ctx: Any, gradient: Any) -> Any:
         if not isinstance(ctx.group or c10d.GroupMember.WORLD, cls):
             return torchs_single(ctx, gradient)
-        mine = gradient.new_empty(gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:])
+        mine = gradient.new_empty(
+            gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:]
+        )
         dist.reduce_scatter_tensor(mine, gradient.contiguous(), group=ctx.group)
         return None, mine, None
 
@@ -216,7 +228,8 @@ _ended: ContextVar[list[DistError] | None] = ContextVar("_ended", default=None)
 
 
 def raised_by_destroy(error: DistError) -> bool:
-    """True if ``destroy_process_group`` shuts a group down; it raises the error once torch has removed the group.
+    """True if ``destroy_process_group`` shuts a group down; it raises the error once torch has
+    removed the group.
 
     An exception within torch's function would leave torch with a default group that cannot be used.
     """
@@ -241,26 +254,37 @@ def _destroy(torchs: Any) -> Any:
 
 
 def dispatch(cls: type[Any]) -> None:
-    """Make functions of torch.distributed, which support groups of torch's own classes only, call groups of ``cls``.
+    """Make functions of torch.distributed, which support groups of torch's own classes only, call
+    groups of ``cls``.
 
     * ``monitored_barrier`` accepts the backend named gloo only.
-    * ``batch_isend_irecv`` starts messages one by one if the group is not of torch's own class (2.7 to 2.14) or has a
-      CPU backend. Each would then be a separate NCCL operation that waits for the previous one.
-    * ``new_group`` splits groups by their C++ backends. It calls ``_get_split_source`` on all processes; those outside
-      the new group take part in the split there.
-    * ``destroy_process_group`` and ``abort`` end groups of some backends only, in some versions. The former raises what
-      ``shutdown`` of a group raises once it has removed the groups.
-    * ``_set_pg_timeout`` and ``_add_ephemeral_timeout_for_all_pgs`` set timeouts of torch's own classes only.
-    * The gradients of gathers in ``torch.distributed.nn.functional`` use reduce_scatter over NCCL and XCCL only.
-    * torch's flight recorder (2.15 and newer) cannot be attached. Its hooks run in the C++ dispatch to a C++ backend,
-      and a process group in Python has neither. torch skips such groups itself, but only those without devices.
+    * ``batch_isend_irecv`` starts messages one by one if the group is not of torch's own class (2.7
+      to 2.14) or has a CPU backend. Each would then be a separate NCCL operation that waits for the
+      previous one.
+    * ``new_group`` splits groups by their C++ backends. It calls ``_get_split_source`` on all
+      processes; those outside the new group take part in the split there.
+    * ``destroy_process_group`` and ``abort`` end groups of some backends only, in some versions.
+      The former raises what ``shutdown`` of a group raises once it has removed the groups.
+    * ``_set_pg_timeout`` and ``_add_ephemeral_timeout_for_all_pgs`` set timeouts of torch's own
+      classes only.
+    * The gradients of gathers in ``torch.distributed.nn.functional`` use reduce_scatter over NCCL
+      and XCCL only.
+    * torch's flight recorder (2.15 and newer) cannot be attached. Its hooks run in the C++ dispatch
+      to a C++ backend, and a process group in Python has neither. torch skips such groups itself,
+      but only those without devices.
     """
 
     def barrier(torchs: Any) -> Any:
-        def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        def monitored_barrier(
+            group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+        ) -> None:
             pg = c10d.GroupMember.WORLD if group is None else group
             try:
-                call = pg.monitored_barrier if isinstance(pg, cls) else functools.partial(torchs, group)
+                call = (
+                    pg.monitored_barrier
+                    if isinstance(pg, cls)
+                    else functools.partial(torchs, group)
+                )
                 call(timeout, wait_all_ranks=wait_all_ranks)
             except BaseException as error:
                 if isinstance(pg, cls):
@@ -285,7 +309,9 @@ def dispatch(cls: type[Any]) -> None:
 
     def calling(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda torchs: (
-            lambda pg, *args, **options: method(pg) if isinstance(pg, cls) else torchs(pg, *args, **options)
+            lambda pg, *args, **options: (
+                method(pg) if isinstance(pg, cls) else torchs(pg, *args, **options)
+            )
         )
 
     def set_timeout(torchs: Any) -> Any:

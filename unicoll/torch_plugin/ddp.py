@@ -16,10 +16,10 @@ _PARAMETERS = inspect.signature(_TorchDDP.__init__)
 class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
     """``torch.nn.parallel.DistributedDataParallel`` with its arguments, methods and errors.
 
-    ``process_group`` may also be a unicoll group; None is unicoll's default group, or torch's if unicoll has none. The
-    attribute ``process_group`` is torch's process group over it. If torch.distributed has no default group, one over
-    unicoll's default group is created, since comm hooks and other parts of torch use it;
-    ``unicoll.destroy_process_group`` destroys it.
+    ``process_group`` may also be a unicoll group; None is unicoll's default group, or torch's if
+    unicoll has none. The attribute ``process_group`` is torch's process group over it. If
+    torch.distributed has no default group, one over unicoll's default group is created, since comm
+    hooks and other parts of torch use it; ``unicoll.destroy_process_group`` destroys it.
 
     Raises:
         NotInitializedError: no group is given, and there is no default group.

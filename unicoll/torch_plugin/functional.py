@@ -15,8 +15,9 @@ _library: Any = None
 def register() -> None:
     """Make ``all_gather_into_tensor_out`` call the group's method; repeated calls do nothing.
 
-    torch's C++ implementation takes the group's C++ backend, which a group in Python does not have. This Python
-    implementation is registered for all groups, since operations are registered by name only.
+    torch's C++ implementation takes the group's C++ backend, which a group in Python does not have.
+    This Python implementation is registered for all groups, since operations are registered by name
+    only.
     """
     global _library
     if _library is None:

@@ -48,7 +48,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _guarded(method: Method) -> Method:
-    """A method of torch's process group that fails the group if an exception ends it that is not the library's.
+    """A method of torch's process group that fails the group if an exception ends it that is not
+    the library's.
 
     unicoll's own methods do that, too, but a signal's handler may raise before or after them.
     """
@@ -62,22 +63,25 @@ def _guarded(method: Method) -> Method:
             raise
 
     guarded: Any = call
-    guarded.__code__ = guarded.__code__.replace(co_name=method.__name__)  # the name in the error
+    # The name in the error.
+    guarded.__code__ = guarded.__code__.replace(co_name=method.__name__)
     return guarded  # type: ignore[no-any-return]
 
 
 class Coalescing(NamedTuple):
-    """Operations since ``_start_coalescing``: collectives, already started, and messages to be started together."""
+    """Operations since ``_start_coalescing``: collectives, already started, and messages to be
+    started together."""
 
     works: list[TorchWork]
     messages: list[Message]
 
 
 class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch.distributed that runs its operations on a unicoll group. torch creates it.
+    """A process group of torch.distributed that runs its operations on a unicoll group. torch
+    creates it.
 
-    All operations of torch.distributed are supported, on tensors of the devices that the group's backends serve. They
-    raise the errors of :mod:`unicoll.errors`, which are all RuntimeErrors.
+    All operations of torch.distributed are supported, on tensors of the devices that the group's
+    backends serve. They raise the errors of :mod:`unicoll.errors`, which are all RuntimeErrors.
 
     Attributes:
         unicoll: the unicoll group.
@@ -96,7 +100,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._names = [name, desc]
         self._store = store
         self._closed = False
-        self._default_timeout: timedelta | None = None  # if set_timeout was called
+        # If set_timeout was called.
+        self._default_timeout: timedelta | None = None
         self._extension = self._new_extension = timedelta(0)
         self.options = None
         self.backend_spec: str | None = None
@@ -109,10 +114,11 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._pool = TensorPool(group)
         self._tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
         group.wrapper = self
-        if isinstance(group.bound_device_id, torch.device):  # unicoll also accepts other types
+        # Unicoll also accepts other types.
+        if isinstance(group.bound_device_id, torch.device):
             self.bound_device_id = group.bound_device_id
 
-    # --- properties ---------------------------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return self._backend
@@ -130,7 +136,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._names[1] = desc
 
     @property
-    @_guarded  # functions for objects read it first
+    # Functions for objects read it first.
+    @_guarded
     def _device_types(self) -> list[torch.device]:
         return [torch.device(choice.device) for choice in self.unicoll.choices]
 
@@ -149,7 +156,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self.unicoll.sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        pass  # operations are numbered from 1 on all ranks
+        # Operations are numbered from 1 on all ranks.
+        pass
 
     def _has_hooks(self) -> bool:
         return False
@@ -175,7 +183,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return (self._default_timeout or timedelta(seconds=self.unicoll.timeout)) + self._extension
 
     def _take_extension(self) -> Callable[[], None] | None:
-        """What to call at the end of the collective that is about to start; None if it does not end an extension."""
+        """What to call at the end of the collective that is about to start; None if it does not end
+        an extension."""
         mine, self._new_extension = self._new_extension, timedelta(0)
 
         def end() -> None:
@@ -183,7 +192,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return end if mine else None
 
-    # --- memory --------------------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """True for a CPU: :meth:`allocate_tensor` gives tensors in symmetric memory."""
@@ -191,19 +200,24 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return kind == "cpu"
 
     @_guarded
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialized tensor of ``size`` elements in symmetric memory of the CPU; all members call this."""
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """An uninitialized tensor of ``size`` elements in symmetric memory of the CPU; all members
+        call this."""
         if not self.supports_tensor_alloc(device):
             raise DistArgumentError(
                 f"allocate_tensor: there is no symmetric memory on {device}, only on a CPU"
             )
         return self._pool.allocate(size, dtype)
 
-    # --- operations ----------------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------
 
     def interrupted(self, error: BaseException) -> None:
-        """Fail the group on all members if ``error``, which ends a method, leaves its state unknown."""
-        group: ProcessGroup | None = self.__dict__.get("unicoll")  # a ReconfigurableGroup may have none
+        """Fail the group on all members if ``error``, which ends a method, leaves its state
+        unknown."""
+        # A ReconfigurableGroup may have none.
+        group: ProcessGroup | None = self.__dict__.get("unicoll")
         if group is not None:
             group.interrupted(error)
 
@@ -220,7 +234,9 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if seconds is None:
             seconds = self.unicoll.timeout
         if seconds <= 0:
-            raise OperationTimeoutError(f"Rank {self.rank()} timed out in monitoredBarrier after {seconds} s")
+            raise OperationTimeoutError(
+                f"Rank {self.rank()} timed out in monitoredBarrier after {seconds} s"
+            )
         try:
             self.unicoll.monitored_barrier(seconds, wait_all_ranks)
         except DistError as error:
@@ -244,7 +260,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_guarded
     def batch_isend_irecv(self, ops: Sequence[Any]) -> list[TorchWork]:
-        """Start torch's ``P2POp`` operations together, so that none waits for another; returns one work each."""
+        """Start torch's ``P2POp`` operations together, so that none waits for another; returns one
+        work each."""
         messages = []
         for op in ops:
             tensor = torch.view_as_real(op.tensor) if op.tensor.is_complex() else op.tensor
@@ -262,7 +279,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             adapt_for_torch(error)
             raise error
         except BaseException as error:
-            if caller("recv_object_list") is not None:  # it may have received the sizes before
+            # It may have received the sizes before.
+            if caller("recv_object_list") is not None:
                 mark_changed(error)
             raise
         return DONE
@@ -272,7 +290,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return 0 if tag and tensor.device.type in self._tagless else tag
 
     def _message(self, name: str, message: Message) -> TorchWork | None:
-        """Start a message. While coalescing, it is deferred and the result is None, as with torch's NCCL backend."""
+        """Start a message. While coalescing, it is deferred and the result is None, as with torch's
+        NCCL backend."""
         if self._coalescing is None:
             return self._start_messages(name, [message])[0]
         self._coalescing.messages.append(message)
@@ -287,7 +306,9 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             except DistError as error:
                 adapt_for_torch(error)
                 raise error
-        return [self._works.add(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)]
+        return [
+            self._works.add(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)
+        ]
 
     @_guarded
     def _start_coalescing(self, device: torch.device) -> None:
@@ -305,7 +326,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_guarded
     def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        """Gather every rank's ``input`` into one contiguous tensor of ``size * input.numel()`` elements on the root.
+        """Gather every rank's ``input`` into one contiguous tensor of ``size * input.numel()``
+        elements on the root.
 
         ``output`` is ignored on other ranks; the root is rank 0 if ``opts`` is omitted.
         """
@@ -314,14 +336,15 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if opts.rootRank == self.rank():
             if output.numel() != self.size() * input.numel():
                 raise DistArgumentError(
-                    f"gather_single: output has {output.numel()} elements, expected {self.size()} * {input.numel()}"
+                    f"gather_single: output has {output.numel()} elements, expected {self.size()} *"
+                    f" {input.numel()}"
                 )
             parts = [output.detach().view(self.size(), *input.shape).unbind()]
         return self.gather(parts, [input], opts)
 
     gather_into_tensor = gather_single
 
-    # --- split and shutdown ----------------------------------------------------------------------------
+    # --- split and shutdown -----------------------------------------------------------------------
 
     @_guarded
     def split_group(
@@ -333,10 +356,12 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> TorchProcessGroup | None:
-        """Split off a new group. All ranks of this group call it; different new groups may be made at once.
+        """Split off a new group. All ranks of this group call it; different new groups may be made
+        at once.
 
-        ``ranks`` are ranks in this group of the new group that this process belongs to; None is returned if it is not
-        among them. ``device_types`` is ignored: the new group serves the devices of this group.
+        ``ranks`` are ranks in this group of the new group that this process belongs to; None is
+        returned if it is not among them. ``device_types`` is ignored: the new group serves the
+        devices of this group.
         """
         parent = self.unicoll
         number = parent.next_child()
@@ -359,7 +384,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return TorchProcessGroup(self.job, group, self._backend, name, desc, self._store)
 
     def choices_for(self, spec: str | None) -> Sequence[BackendChoice]:
-        """The backends of a new group of this job: those of this group if ``spec`` is the same, else chosen anew."""
+        """The backends of a new group of this job: those of this group if ``spec`` is the same,
+        else chosen anew."""
         if (self.backend_spec or "") == (spec or ""):
             return self.unicoll.choices
         return choose(self.job.joined, spec)
@@ -372,7 +398,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_guarded
     def skip_split(self) -> None:
-        """Take part in the split for the current ``new_group`` call if this process is not in the new group."""
+        """Take part in the split for the current ``new_group`` call if this process is not in the
+        new group."""
         group = requested_group()
         outside = group.collective and bool(group.ranks) and self.rank() not in group.ranks
         if outside and names_unicoll(group.backend, include_mpi=False):
@@ -381,7 +408,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Complete started operations, up to a time limit, and release all resources.
 
-        The default group leaves the job, and closes all other groups in it; without it the last group does.
+        The default group leaves the job, and closes all other groups in it; without it the last
+        group does.
 
         Raises:
             DistError: the error with which operations have ended, if no call has raised it; torch's
@@ -403,7 +431,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.job.remove(self.unicoll)
 
     def close(self) -> None:
-        """Called when the unicoll group is closed: destroys this group, and if it is torch's default, all others.
+        """Called when the unicoll group is closed: destroys this group, and if it is torch's
+        default, all others.
 
         Not at the interpreter's end, where torch keeps its groups.
         """
@@ -411,7 +440,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return
         if self in c10d._world.pg_map:
             dist.destroy_process_group(self)
-        else:  # a part that torch has not registered, or an error while torch makes the group
+        else:
+            # A part that torch has not registered, or an error while torch makes the group.
             self.shutdown()
 
     def abort(self) -> None:
@@ -455,7 +485,8 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
                 opts = default()
             grad_enabled = torch.is_grad_enabled()
             try:
-                if grad_enabled:  # as with torch's backends, outputs may be tensors that require grad
+                # As with torch's backends, outputs may be tensors that require grad.
+                if grad_enabled:
                     _set_grad_enabled(False)
                 if is_profiling():
                     with record_function(label):
@@ -495,7 +526,8 @@ _dense_allreduce = _method("allreduce", ROWS["allreduce"])
 
 
 def _allreduce(self: TorchProcessGroup, tensors: Any, opts: Any = None) -> Any:
-    """unicoll's all_reduce with torch's arguments; that of a sparse tensor is complete on return."""
+    """unicoll's all_reduce with torch's arguments; that of a sparse tensor is complete on
+    return."""
     try:
         tensor, opts = one(tensors), opts or c10d.AllreduceOptions()
         if tensor.layout is torch.strided:

@@ -1,7 +1,7 @@
 """A table that maps each collective of torch's process group to a unicoll method and its arguments.
 
-Roots and ranks are ranks in the group, both in torch and in unicoll. The old names of renamed methods of torch are in
-:data:`unicoll.torch_plugin.compat.OLD_NAMES`.
+Roots and ranks are ranks in the group, both in torch and in unicoll. The old names of renamed
+methods of torch are in :data:`unicoll.torch_plugin.compat.OLD_NAMES`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def reduction(op: Any) -> Reduction:
 
 
 def one(tensors: Any) -> Any:
-    """The single tensor of a list of length 1, or the tensor itself; DistArgumentError for another length."""
+    """The single tensor of a list of length 1, or the tensor itself; DistArgumentError for another
+    length."""
     if isinstance(tensors, list | tuple):
         if len(tensors) != 1:
             raise DistArgumentError(
@@ -60,10 +61,11 @@ def _output_input_op(opts: Any, output: Any, input: Any) -> tuple[Any, ...]:
 
 
 class Row(NamedTuple):
-    """One collective: the unicoll method, and functions that make torch's default options and take its arguments.
+    """One collective: the unicoll method, and functions that make torch's default options and take
+    its arguments.
 
-    ``convert`` returns the arguments of the unicoll method for torch's options and arguments, ``outputs`` the output
-    tensors.
+    ``convert`` returns the arguments of the unicoll method for torch's options and arguments,
+    ``outputs`` the output tensors.
     """
 
     method: str
@@ -105,13 +107,23 @@ ROWS: dict[str, Row] = {
         _first,
     ),
     "reduce": Row(
-        "reduce", c10d.ReduceOptions, lambda o, x: (one(x), o.rootRank, reduction(o.reduceOp)), _first
+        "reduce",
+        c10d.ReduceOptions,
+        lambda o, x: (one(x), o.rootRank, reduction(o.reduceOp)),
+        _first,
     ),
-    "allgather": Row("all_gather", c10d.AllgatherOptions, lambda o, outs, x: (one(outs), one(x)), _flat),
+    "allgather": Row(
+        "all_gather", c10d.AllgatherOptions, lambda o, outs, x: (one(outs), one(x)), _flat
+    ),
     "allgather_coalesced": Row(
-        "all_gather_coalesced", c10d.AllgatherOptions, lambda o, outs, xs: (_by_input(outs, xs), xs), _flat
+        "all_gather_coalesced",
+        c10d.AllgatherOptions,
+        lambda o, outs, xs: (_by_input(outs, xs), xs),
+        _flat,
     ),
-    "all_gather_single": Row("all_gather_into_tensor", c10d.AllgatherOptions, _output_input, _first),
+    "all_gather_single": Row(
+        "all_gather_into_tensor", c10d.AllgatherOptions, _output_input, _first
+    ),
     "all_gather_single_coalesced": Row(
         "all_gather_into_tensor_coalesced", c10d.AllgatherOptions, _output_input, _first
     ),
@@ -141,6 +153,9 @@ ROWS: dict[str, Row] = {
     ),
     "alltoall": Row("all_to_all", c10d.AllToAllOptions, _output_input, _first),
     "all_to_all_single": Row(
-        "all_to_all_single", c10d.AllToAllOptions, lambda o, out, x, outs, ins: (out, x, outs, ins), _first
+        "all_to_all_single",
+        c10d.AllToAllOptions,
+        lambda o, out, x, outs, ins: (out, x, outs, ins),
+        _first,
     ),
 }

@@ -1,4 +1,5 @@
-"""torch's default group with members that change: ``init_process_group(enable_reconfigure=True)`` of torch 2.14."""
+"""torch's default group with members that change: ``init_process_group(enable_reconfigure=True)``
+of torch 2.14."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin.compat import RequestedGroup
 from unicoll.torch_plugin.error_messages import adapt_for_torch
 from unicoll.torch_plugin.group import TorchProcessGroup
-from unicoll.torch_plugin.stores import TorchBackedStore, TorchStoreLocation, UnicollBackedStore, innermost
+from unicoll.torch_plugin.stores import (
+    TorchBackedStore,
+    TorchStoreLocation,
+    UnicollBackedStore,
+    innermost,
+)
 from unicoll.torch_plugin.torch_job import TorchJob
 from unicoll.torch_plugin.work import DONE, CompletedWork
 
@@ -29,8 +35,8 @@ from unicoll.torch_plugin.work import DONE, CompletedWork
 class ReconfigurableGroup(TorchProcessGroup):
     """torch's default group, which has members after :meth:`reconfigure` only.
 
-    Each reconfiguration joins a new job at torch's store, which must outlive lost ranks. The group has the attributes
-    ``unicoll`` and ``job`` while it has members.
+    Each reconfiguration joins a new job at torch's store, which must outlive lost ranks. The group
+    has the attributes ``unicoll`` and ``job`` while it has members.
     """
 
     supports_reconfigure = True
@@ -53,10 +59,12 @@ class ReconfigurableGroup(TorchProcessGroup):
         self._rank, self._size = rank, size
         self._limit = (timeout or default_pg_timeout).total_seconds()
         self._settings = options, requested.device
-        self._hooks: Sequence[Hook] = ()  # those of unicoll.add_hook, from one job to the next
+        # Those of unicoll.add_hook, from one job to the next.
+        self._hooks: Sequence[Hook] = ()
         if requested.device is not None:
             self.bound_device_id = requested.device
-        self._inner = innermost(store)  # C++ does not keep the Python part of a UnicollBackedStore alive
+        # C++ does not keep the Python part of a UnicollBackedStore alive.
+        self._inner = innermost(store)
         self._token = secrets.token_hex(8)
         self._reconfigured = 0
 
@@ -75,7 +83,8 @@ class ReconfigurableGroup(TorchProcessGroup):
     getRank, getSize = rank, size
 
     def get_error(self) -> Any:
-        """torch's ErrorType: REMOTE_ERROR after a failure of the group, such as a lost rank, else SUCCESS."""
+        """torch's ErrorType: REMOTE_ERROR after a failure of the group, such as a lost rank, else
+        SUCCESS."""
         kinds = torch._C._distributed_c10d.ErrorType
         if not self._has_members():
             return kinds.SUCCESS
@@ -88,24 +97,32 @@ class ReconfigurableGroup(TorchProcessGroup):
         return f"unicoll:{self._rank:08}:{self._token}:{self._reconfigured}"
 
     def reconfigure(self, opts: Any) -> CompletedWork:
-        """Leave the present members and join those of ``opts``, torch's ReconfigureOptions; all of them call this.
+        """Leave the present members and join those of ``opts``, torch's ReconfigureOptions; all of
+        them call this.
 
-        It returns when all have joined. Groups that ``new_group`` made before stay; so do hooks and metrics.
+        It returns when all have joined. Groups that ``new_group`` made before stay; so do hooks and
+        metrics.
 
         Args:
-            opts: ``handles`` of all members, from a list in the order of the new ranks, from a set in that of the old
-                ones; ``uuid``, an integer that no reconfiguration at this store has had; ``timeout``, how long to wait
-                for the other members, by default the group's, but 5 minutes at most. ``hints`` are ignored.
+            opts: ``handles`` of all members, from a list in the order of the new ranks, from a set
+                in that of the old ones; ``uuid``, an integer that no reconfiguration at this store
+                has had; ``timeout``, how long to wait for the other members, by default the
+                group's, but 5 minutes at most. ``hints`` are ignored.
 
         Raises:
-            DistArgumentError: the uuid was used, or the handle of this process is not among ``handles``. The group is
-                unchanged.
-            OperationTimeoutError: not all members called this in time; names the missing. The group has no members.
+            DistArgumentError: the uuid was used, or the handle of this process is not among
+                ``handles``. The group is unchanged.
+            OperationTimeoutError: not all members called this in time; names the missing. The group
+                has no members.
             DistError: the errors of ``unicoll.join``.
         """
         given = opts.handles
         handles = list(given) if isinstance(given, list) else sorted(given)
-        limit = min(self._limit, init.RENDEZVOUS_S) if opts.timeout is None else opts.timeout.total_seconds()
+        limit = (
+            min(self._limit, init.RENDEZVOUS_S)
+            if opts.timeout is None
+            else opts.timeout.total_seconds()
+        )
         try:
             rank = self._rank_among(handles)
             self._claim(opts.uuid, handles)
@@ -122,14 +139,16 @@ class ReconfigurableGroup(TorchProcessGroup):
             raise DistArgumentError("reconfigure: this process group has been destroyed")
         if own not in handles:
             raise DistArgumentError(
-                f"reconfigure: the handle of this process, {own}, is not among {handles}; it changes each time"
+                f"reconfigure: the handle of this process, {own}, is not among {handles}; it"
+                " changes each time"
             )
         if len({*handles}) < len(handles):
             raise DistArgumentError(f"reconfigure: a handle is given twice: {handles}")
         return handles.index(own)
 
     def _claim(self, uuid: int, handles: list[str]) -> None:
-        """Record the handles of a uuid. They differ after each reconfiguration, and so for each use of it."""
+        """Record the handles of a uuid. They differ after each reconfiguration, and so for each use
+        of it."""
         digest = hashlib.sha256("\n".join(handles).encode()).hexdigest()
         found = TorchBackedStore(self._store).compare_set(f"unicoll/reconfigure/{uuid}", "", digest)
         if found.decode() != digest:
@@ -164,13 +183,15 @@ class ReconfigurableGroup(TorchProcessGroup):
             if is_default:
                 joined.default = group
                 init.enter(joined)
-        except BaseException as error:  # also of a signal's handler: the other members have joined
+        except BaseException as error:
+            # Also of a signal's handler: the other members have joined.
             self.__dict__.pop("job", None)
             made: ProcessGroup | None = self.__dict__.pop("unicoll", None)
             if made is not None:
                 made.wrapper = None
             leave(joined, error)
-            joined.error = None  # its traceback has frames that have the job
+            # Its traceback has frames that have the job.
+            joined.error = None
             raise
 
     def _has_members(self) -> bool:
@@ -185,7 +206,8 @@ class ReconfigurableGroup(TorchProcessGroup):
                 self._works.clear()
                 self._hooks = job.joined.hooks
                 job.end(group, reason)
-            except BaseException:  # of a signal's handler: the rest is still ended
+            except BaseException:
+                # Of a signal's handler: the rest is still ended.
                 group.wrapper = None
                 if group not in groups:
                     groups.append(group)
@@ -195,7 +217,8 @@ class ReconfigurableGroup(TorchProcessGroup):
                 del self.job, self.unicoll
 
     def abort(self) -> None:
-        """Make all pending operations raise, on all ranks. The group has no members until the next reconfiguration."""
+        """Make all pending operations raise, on all ranks. The group has no members until the next
+        reconfiguration."""
         self._leave("abort")
 
     def shutdown(self) -> None:

@@ -25,13 +25,17 @@ from unicoll.torch_plugin.wrapped_group import WrappedProcessGroup
 
 
 def register() -> None:
-    """Register the backends with torch.distributed. Importing the package calls it; repeated calls do nothing."""
+    """Register the backends with torch.distributed. Importing the package calls it; repeated calls
+    do nothing."""
     plugins = c10d.Backend._plugins
     for name, devices in BACKENDS.items():
         known = plugins.get(name.upper())
         if known is None:
-            dist.Backend.register_backend(name, _factory(name), extended_api=True, devices=list(devices))
-        else:  # torch_autoload's, of which errors would have a frame
+            dist.Backend.register_backend(
+                name, _factory(name), extended_api=True, devices=list(devices)
+            )
+        else:
+            # torch_autoload's, of which errors would have a frame.
             plugins[name.upper()] = known._replace(creator_fn=_factory(name))
     compat.dispatch(TorchProcessGroup)
     for cls in (
@@ -44,14 +48,16 @@ def register() -> None:
     ):
         compat.inline_no_methods(cls)
     functional.register()
-    rendezvous.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
+    rendezvous.register(
+        lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False
+    )
 
 
 def enable_mpi() -> None:
     """Make ``init_process_group("mpi")`` and ``"cpu:mpi"`` work where torch was built without MPI.
 
-    torch checks that name before the registered backends, so this replaces torch's availability flag and its class for
-    MPI. If torch was built with MPI, nothing is changed.
+    torch checks that name before the registered backends, so this replaces torch's availability
+    flag and its class for MPI. If torch was built with MPI, nothing is changed.
 
     Raises:
         BackendUnavailableError: MPI cannot be used; the message has the reason.
@@ -77,7 +83,9 @@ def _factory(name: str) -> Callable[[Any, Any], TorchProcessGroup]:
     def make(opts: Any, pg_options: Any) -> TorchProcessGroup:
         ranks = list(opts.global_ranks_in_group)
         try:
-            return _make(name, opts.store, opts.group_rank, opts.group_size, ranks, opts, pg_options)
+            return _make(
+                name, opts.store, opts.group_rank, opts.group_size, ranks, opts, pg_options
+            )
         except DistError as error:
             adapt_for_torch(error)
             raise error
@@ -95,9 +103,12 @@ def _make(
     torch_name = opts.group_id if opts is not None else requested.name or f"mpi:{ranks}"
     spec = spec_of(requested.backend or name)
     if getattr(opts, "enable_reconfigure", False):
-        return ReconfigurableGroup(requested, name, torch_name, spec, store, rank, size, timeout, pg_options)
+        return ReconfigurableGroup(
+            requested, name, torch_name, spec, store, rank, size, timeout, pg_options
+        )
     world = c10d.GroupMember.WORLD
-    is_default = world is None and not is_initialized()  # of unicoll's functions, too
+    # Of unicoll's functions, too.
+    is_default = world is None and not is_initialized()
     if ranks and isinstance(world, TorchProcessGroup):
         job, job_ranks = world.job, ranks
         choices = world.choices_for(spec)
@@ -105,7 +116,9 @@ def _make(
             cls.prepare(job.joined)
     else:
         if ranks and opts is None:
-            raise DistArgumentError("new_group: backend 'mpi' needs a default process group of unicoll")
+            raise DistArgumentError(
+                "new_group: backend 'mpi' needs a default process group of unicoll"
+            )
         store = requested.store if store is None else store
         job = join_torch_job(spec, store, rank, size, timeout)
         job_ranks, choices = list(job.ranks), job.joined.choices
@@ -121,7 +134,9 @@ def _make(
     unicoll_group = job.make(
         group_name, job_ranks, choices, timeout, desc, pg_options, requested.device, parent
     )
-    group = TorchProcessGroup(job, unicoll_group, requested.backend or name, torch_name, desc, store)
+    group = TorchProcessGroup(
+        job, unicoll_group, requested.backend or name, torch_name, desc, store
+    )
     group.backend_spec = spec
     if is_default:
         job.joined.default = unicoll_group
@@ -130,7 +145,8 @@ def _make(
 
 
 def explain(group: Any = None) -> str:
-    """A report of a group's rank, store, secret and backends and how they were chosen; one line each.
+    """A report of a group's rank, store, secret and backends and how they were chosen; one line
+    each.
 
     Args:
         group: a unicoll group of torch.distributed; None is the default group.
@@ -141,7 +157,9 @@ def explain(group: Any = None) -> str:
     """
     pg = c10d.GroupMember.WORLD if group is None else group
     if pg is None:
-        raise NotInitializedError("explain: there is no default process group: call init_process_group first")
+        raise NotInitializedError(
+            "explain: there is no default process group: call init_process_group first"
+        )
     if not isinstance(pg, TorchProcessGroup):
         raise DistArgumentError(f"explain: {pg!r} is not a unicoll group")
     unicoll_group = pg.unicoll

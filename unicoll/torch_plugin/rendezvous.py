@@ -1,4 +1,5 @@
-"""Rendezvous ``env://`` if a variable that torch requires is missing, or unicoll's launcher has a store."""
+"""Rendezvous ``env://`` if a variable that torch requires is missing, or unicoll's launcher has a
+store."""
 
 from __future__ import annotations
 
@@ -36,10 +37,11 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def register(include_mpi: Callable[[], bool]) -> None:
-    """Make ``env://`` use unicoll's rendezvous for its backends, if a variable is missing or the launcher has a store.
+    """Make ``env://`` use unicoll's rendezvous for its backends, if a variable is missing or the
+    launcher has a store.
 
-    The launcher's store requires the job's secret, which torch's does not, and records how each rank ended.
-    ``include_mpi`` returns True if ``"mpi"`` is a unicoll backend.
+    The launcher's store requires the job's secret, which torch's does not, and records how each
+    rank ended. ``include_mpi`` returns True if ``"mpi"`` is a unicoll backend.
     """
     handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     torchs_handler = handlers["env"]
@@ -53,11 +55,13 @@ def register(include_mpi: Callable[[], bool]) -> None:
         complete = not missing and not os.environ.get("UNICOLL_STORE")
         if backend == "undefined":
             log.warning(
-                "torch.distributed.init_process_group was called without a backend: torch's own backends are used;"
-                " backend='unicoll' selects unicoll's"
+                "torch.distributed.init_process_group was called without a backend: torch's own"
+                " backends are used; backend='unicoll' selects unicoll's"
             )
         if backend is None or not names_unicoll(backend, include_mpi()):
-            return torchs_handler(url, **({} if timeout is None else {"timeout": timeout}), **options)
+            return torchs_handler(
+                url, **({} if timeout is None else {"timeout": timeout}), **options
+            )
         if complete:
             return _at_new_store(torchs_handler, url, timeout, options)
         return iter([_rendezvous(spec_of(backend), query, timeout)])
@@ -65,7 +69,9 @@ def register(include_mpi: Callable[[], bool]) -> None:
     def tcp_handler(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
         backend = backend_of_init()
         if backend is None or not names_unicoll(backend, include_mpi()):
-            return torchs_tcp_handler(url, **({} if timeout is None else {"timeout": timeout}), **options)
+            return torchs_tcp_handler(
+                url, **({} if timeout is None else {"timeout": timeout}), **options
+            )
         return _at_new_store(torchs_tcp_handler, url, timeout, options)
 
     torchs_tcp_handler = handlers["tcp"]
@@ -74,7 +80,8 @@ def register(include_mpi: Callable[[], bool]) -> None:
 
 
 class _Met(NamedTuple):
-    """The last store in which this process has met the others: rank 0's token, and the server's address."""
+    """The last store in which this process has met the others: rank 0's token, and the server's
+    address."""
 
     token: bytes
     address: tuple[str, int]
@@ -88,9 +95,9 @@ def _at_new_store(
 ) -> Iterator[tuple[Any, int, int]]:
     """torch's rendezvous in a TCPStore of rank 0, but not in that of the job before.
 
-    Rank 0 may destroy its groups later than the other ranks. One that joins again at once would connect to the store
-    that is about to end. So rank 0 writes a fresh token into each store, and a rank that finds the last one connects
-    again.
+    Rank 0 may destroy its groups later than the other ranks. One that joins again at once would
+    connect to the store that is about to end. So rank 0 writes a fresh token into each store, and a
+    rank that finds the last one connects again.
     """
     global _last
     limit = timeout or c10d.default_pg_timeout
@@ -106,20 +113,23 @@ def _at_new_store(
             if rank == 0:
                 store.set(_TOKEN, secrets.token_hex(8))
             met = _Met(bytes(store.get(_TOKEN)), (store.host, store.port))
-        except dist.DistNetworkError:  # the old store has ended
+        except dist.DistNetworkError:
+            # The old store has ended.
             if time.monotonic() >= deadline:
                 raise
         else:
             if _last is None or met.token != _last.token or time.monotonic() >= deadline:
                 _last = met if rank else None
                 break
-        store = None  # ends the connection
+        # Ends the connection.
+        store = None
     store.set_timeout(limit)
     yield store, rank, size
 
 
 def _await_end(address: tuple[str, int], timeout: float) -> None:
-    """Wait until a server ends: torch's client logs an error, with frames of C++, if it is connected then."""
+    """Wait until a server ends: torch's client logs an error, with frames of C++, if it is
+    connected then."""
     with suppress(OSError), socket.create_connection(address, timeout) as connection:
         connection.settimeout(timeout)
         connection.recv(1)
@@ -128,15 +138,18 @@ def _await_end(address: tuple[str, int], timeout: float) -> None:
 def _rendezvous(
     backend: str | None, query: dict[str, str], timeout: timedelta | None
 ) -> tuple[UnicollBackedStore, int, int]:
-    """(store of all ranks, this rank, number of ranks), determined as in ``unicoll.init_process_group``.
+    """(store of all ranks, this rank, number of ranks), determined as in
+    ``unicoll.init_process_group``.
 
-    With ``enable_reconfigure`` and a store that outlives lost ranks, the others are not met, since some may be new.
+    With ``enable_reconfigure`` and a store that outlives lost ranks, the others are not met, since
+    some may be new.
     """
     reconfigures = bool(argument_of_init("enable_reconfigure"))
     if world.replaces_lost_rank() and not reconfigures:
         raise DistArgumentError(
-            "init_process_group: this process replaces a rank that has ended: it joins the others in a group that all"
-            " make with enable_reconfigure=True (docs/torch.md), or by unicoll.recover(state) (docs/recovery.md)"
+            "init_process_group: this process replaces a rank that has ended: it joins the others"
+            " in a group that all make with enable_reconfigure=True (docs/torch.md), or by"
+            " unicoll.recover(state) (docs/recovery.md)"
         )
     limit = min(_TIMEOUT_S, timeout.total_seconds()) if timeout is not None else _TIMEOUT_S
     rank, size = int(query.get("rank", -1)), int(query.get("world_size", -1))

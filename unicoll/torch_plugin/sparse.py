@@ -1,4 +1,5 @@
-"""all_reduce of sparse COO tensors, as in torch's Gloo: gather all elements and add those with equal indices."""
+"""all_reduce of sparse COO tensors, as in torch's Gloo: gather all elements and add those with
+equal indices."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from unicoll.group.process_group import ProcessGroup
 def sparse_all_reduce(group: ProcessGroup, tensor: Any, op: Reduction, timeout: Any) -> None:
     """Sum a tensor over all ranks, in place; the number of elements may differ between ranks.
 
-    ``timeout`` is of each collective. Raises DistTypeError if the reduction is not SUM or the layout is not COO, and
-    CollectiveMismatchError on all ranks if the shapes differ.
+    ``timeout`` is of each collective. Raises DistTypeError if the reduction is not SUM or the
+    layout is not COO, and CollectiveMismatchError on all ranks if the shapes differ.
     """
     if tensor.layout is not torch.sparse_coo:
         raise DistTypeError(f"all_reduce: tensors of layout {tensor.layout} cannot be reduced")
@@ -39,7 +40,8 @@ def sparse_all_reduce(group: ProcessGroup, tensor: Any, op: Reduction, timeout: 
     indices = _gather(group, own.indices().T.contiguous(), counts, timeout)
     summands = _gather(group, own.values().contiguous(), counts, timeout)
     total = torch.sparse_coo_tensor(indices.T, summands, tensor.shape, check_invariants=False)
-    with torch.no_grad():  # copy_ to a detached sparse tensor would not change the original
+    # copy_ to a detached sparse tensor would not change the original.
+    with torch.no_grad():
         tensor.copy_(total.coalesce())
 
 

@@ -29,19 +29,22 @@ _CLOSE_S = 0.5
 
 
 class TorchBackedStore(Store):
-    """A unicoll store over torch's store. It raises unicoll's errors, and its ``wait`` does not block other threads.
+    """A unicoll store over torch's store. It raises unicoll's errors, and its ``wait`` does not
+    block other threads.
 
     A client of torch's TCPStore handles one request at a time, so ``wait`` polls.
 
     Args:
-        keep: False if torch alone keeps the store alive. The server of a TCPStore serves later default groups of torch,
-            too, as long as it is alive, and torch would then find the addresses of the group before.
+        keep: False if torch alone keeps the store alive. The server of a TCPStore serves later
+            default groups of torch, too, as long as it is alive, and torch would then find the
+            addresses of the group before.
     """
 
     def __init__(self, store: Any, keep: bool = True) -> None:
         self._store: Callable[[], Any] = (lambda: store) if keep else weakref.ref(store)
         self._timeout = store.timeout.total_seconds()
-        self._lock = threading.Lock()  # once it is closed, no request is in progress
+        # Once it is closed, no request is in progress.
+        self._lock = threading.Lock()
 
     def _call(self, method: str, *arguments: Any) -> Any:
         with self._lock:
@@ -55,7 +58,8 @@ class TorchBackedStore(Store):
             return getattr(store, method)(*arguments)
         except dist.DistNetworkError as e:
             raise DistNetworkError(f"torch's store: {e}", op=method) from e
-        except RuntimeError as e:  # torch's DistStoreError, or in older versions a lost connection
+        except RuntimeError as e:
+            # Torch's DistStoreError, or in older versions a lost connection.
             raise DistStoreError(f"torch's store: {e}", op=method) from e
 
     def set(self, key: str, value: Value) -> None:
@@ -119,10 +123,11 @@ def _forwarded(method: str) -> Callable[..., Any]:
 
 
 class UnicollBackedStore(dist.Store):  # type: ignore[misc]
-    """A torch store over the store of a completed rendezvous; the job that uses the rendezvous closes it.
+    """A torch store over the store of a completed rendezvous; the job that uses the rendezvous
+    closes it.
 
-    torch calls its methods from C++ if a PrefixStore is around it. For ``list_keys`` and queues it has no such calls:
-    there the methods of PrefixStore are replaced (:func:`_extend_prefix_store`).
+    torch calls its methods from C++ if a PrefixStore is around it. For ``list_keys`` and queues it
+    has no such calls: there the methods of PrefixStore are replaced (:func:`_extend_prefix_store`).
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -154,11 +159,15 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value if isinstance(value, str) else bytes(value))
 
-    add, delete_key, num_keys, list_keys = map(_forwarded, ("add", "delete_key", "num_keys", "list_keys"))
-    deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ calls
+    add, delete_key, num_keys, list_keys = map(
+        _forwarded, ("add", "delete_key", "num_keys", "list_keys")
+    )
+    # The names that C++ calls.
+    deleteKey, getNumKeys = delete_key, num_keys
 
     def check(self, keys: Sequence[str]) -> bool:
-        if len(keys) == 1 and keys[0].endswith(_PROBE):  # of _prefix_of
+        # Of _prefix_of.
+        if len(keys) == 1 and keys[0].endswith(_PROBE):
             _probed.prefix = keys[0].removesuffix(_PROBE)
             return False
         return self._store.check(keys)
@@ -167,8 +176,9 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
         expected, desired = (x if isinstance(x, str) else bytes(x) for x in (expected, desired))
         return self._store.compare_set(key, expected, desired)
 
-    # A queue is a key for each value, "KEY/queue/NUMBER", the number of values pushed, and that of values popped with a
-    # token of the one that popped last: of two that pop at the same time one sees the other's token, and tries again.
+    # A queue is a key for each value, "KEY/queue/NUMBER", the number of values pushed, and that of
+    # values popped with a token of the one that popped last: of two that pop at the same time one
+    # sees the other's token, and tries again.
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Append a value to a queue."""
@@ -194,7 +204,8 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
             elif time.monotonic() >= deadline:
                 raise dist.DistStoreError(f"wait timeout after {1000 * limit:.0f}ms, keys: {key}")
             else:
-                # not for the whole time: another one may take the value, and delete its key, before this wait sees it
+                # not for the whole time: another one may take the value, and delete its key, before
+                # this wait sees it
                 left = max(0.001, deadline - time.monotonic())
                 with suppress(StoreTimeoutError):
                     self._store.wait([item], timedelta(seconds=min(_QUEUE_POLL_S, left)))
@@ -208,7 +219,8 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
         """Another store over the same rendezvous, which torch's Gloo needs."""
         other = UnicollBackedStore(self.rendezvous)
         other._claimed = True
-        self._clones.append(other)  # C++ does not keep the Python object alive
+        # C++ does not keep the Python object alive.
+        self._clones.append(other)
         return other
 
     def has_extended_api(self) -> bool:
@@ -220,7 +232,7 @@ def _popped(value: bytes) -> int:
     return int(value.partition(b" ")[0] or b"0")
 
 
-# --- what torch's PrefixStore does not pass on -----------------------------------------------------------------------
+# --- what torch's PrefixStore does not pass on ----------------------------------------------------
 
 _PROBE = "\0prefix"
 """The end of a key with which a PrefixStore shows its prefix."""
@@ -241,15 +253,21 @@ def _prefix_of(store: Any) -> str:
 
 @cache
 def _extend_prefix_store() -> None:
-    """Once: have the methods of a PrefixStore around a :class:`UnicollBackedStore` that torch lacks call that."""
+    """Once: have the methods of a PrefixStore around a :class:`UnicollBackedStore` that torch lacks
+    call that."""
     for name, has_key in (
         ("list_keys", False),
         ("queue_push", True),
         ("queue_pop", True),
         ("queue_len", True),
     ):
-        if hasattr(dist.Store, name):  # not in old versions of torch
-            setattr(dist.PrefixStore, name, _through_prefix(name, has_key, getattr(dist.PrefixStore, name)))
+        # Not in old versions of torch.
+        if hasattr(dist.Store, name):
+            setattr(
+                dist.PrefixStore,
+                name,
+                _through_prefix(name, has_key, getattr(dist.PrefixStore, name)),
+            )
 
 
 def _through_prefix(name: str, has_key: bool, torchs: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,7 +277,8 @@ def _through_prefix(name: str, has_key: bool, torchs: Callable[..., Any]) -> Cal
         if not isinstance(inner, UnicollBackedStore):
             return torchs(self, *arguments, **options)
         prefix = _prefix_of(self)
-        if not has_key:  # the keys with this prefix, as those of torch's stores
+        # The keys with this prefix, as those of torch's stores.
+        if not has_key:
             return [key.removeprefix(prefix) for key in inner.list_keys() if key.startswith(prefix)]
         if "key" in options:
             arguments = (options.pop("key"), *arguments)
@@ -271,7 +290,8 @@ def _through_prefix(name: str, has_key: bool, torchs: Callable[..., Any]) -> Cal
 class TorchStoreLocation(StoreLocation):
     """Rendezvous in a store of torch; ``keep`` as for :class:`TorchBackedStore`."""
 
-    warns = True  # a torch store accepts every connection, and users of torch expect no warning
+    # A torch store accepts every connection, and users of torch expect no warning.
+    warns = True
 
     def __init__(self, store: Any, keep: bool = True) -> None:
         self._store: TorchBackedStore = TorchBackedStore(store, keep)

@@ -1,4 +1,5 @@
-"""Tensors in symmetric memory on the CPU, for torch's ``allocate_tensor``, which FSDP2 calls before each collective."""
+"""Tensors in symmetric memory on the CPU, for torch's ``allocate_tensor``, which FSDP2 calls before
+each collective."""
 
 from __future__ import annotations
 
@@ -38,14 +39,16 @@ class _Block:
 
 
 class TensorPool:
-    """Symmetric memory of one group that is used again when its tensors are gone; it grows until the group ends.
+    """Symmetric memory of one group that is used again when its tensors are gone; it grows until
+    the group ends.
 
     The members of the group allocate the same sizes in the same order.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._blocks: dict[int, list[_Block]] = {}  # by bytes
+        # By bytes.
+        self._blocks: dict[int, list[_Block]] = {}
         self._available = True
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +68,8 @@ class TensorPool:
             return torch.empty(count, dtype=dtype)
         try:
             blocks.append(_Block(self._group.symmetric_empty(nbytes, "uint8", device="cpu")))
-        except BackendUnavailableError:  # the same on all ranks
+        except BackendUnavailableError:
+            # The same on all ranks.
             self._available = False
             return torch.empty(count, dtype=dtype)
         return blocks[-1].lend().view(dtype)

@@ -23,7 +23,8 @@ class TorchJob:
     def __init__(self, job: Job) -> None:
         self.joined = job
         self.ranks = tuple(range(job.size))
-        self.store: Any = None  # C++ does not keep the Python part of a UnicollBackedStore alive
+        # C++ does not keep the Python part of a UnicollBackedStore alive.
+        self.store: Any = None
 
     def make(
         self,
@@ -42,8 +43,8 @@ class TorchJob:
             name: the group's name in the job; a number is appended if it was used before.
             ranks: ranks in the job.
             timeout: default timeout of its operations; 30 minutes if None.
-            parent: the group that it is split from; its ranks outside the new group call ``parent.leave_out`` at the
-                same time.
+            parent: the group that it is split from; its ranks outside the new group call
+                ``parent.leave_out`` at the same time.
         """
         job = self.joined
         job.named[name] += 1
@@ -60,13 +61,15 @@ class TorchJob:
         return ProcessGroup.create(context, choices, parent)
 
     def end(self, group: ProcessGroup, reason: str) -> None:
-        """Close a group in which other ranks may wait: their calls raise. The last one leaves the job."""
+        """Close a group in which other ranks may wait: their calls raise. The last one leaves the
+        job."""
         joined = self.joined
         end_group(joined, group, reason)
         if not joined.groups:
             leave(joined)
         elif joined.leaving is not None and group is joined.default:
-            joined.leaving()  # there is no default group now
+            # There is no default group now.
+            joined.leaving()
             joined.leaving = None
 
     def remove(self, group: ProcessGroup) -> None:
@@ -86,7 +89,8 @@ class TorchJob:
 def join_torch_job(
     backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta | None
 ) -> TorchJob:
-    """Join a job as :func:`unicoll.bootstrap.join.join` does, at torch's store or the launcher's rendezvous.
+    """Join a job as :func:`unicoll.bootstrap.join.join` does, at torch's store or the launcher's
+    rendezvous.
 
     Rank and world size are -1 if the launcher sets them.
     """

@@ -28,10 +28,15 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class TorchWork(dist.Work):  # type: ignore[misc]
-    """torch.distributed's ``Work`` for a unicoll operation; ``released`` if it has no references to the tensors."""
+    """torch.distributed's ``Work`` for a unicoll operation; ``released`` if it has no references to
+    the tensors."""
 
     def __init__(
-        self, handle: Handle | ReleasedHandle, outputs: Sequence[Any], registry: WorkRegistry, key: int
+        self,
+        handle: Handle | ReleasedHandle,
+        outputs: Sequence[Any],
+        registry: WorkRegistry,
+        key: int,
     ) -> None:
         super().__init__()
         self._handle = handle
@@ -44,7 +49,8 @@ class TorchWork(dist.Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the operation (on CUDA the current stream does); raises its error.
 
-        The caller can wait again after an exception of a signal's handler. If torch's code waits, the group fails.
+        The caller can wait again after an exception of a signal's handler. If torch's code waits,
+        the group fails.
         """
         try:
             self._handle.wait(timeout)
@@ -96,7 +102,8 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         self.released = True
 
     def get_future(self) -> Any:
-        """A ``torch.futures.Future`` of the output tensors or the operation's error; the same one for every call."""
+        """A ``torch.futures.Future`` of the output tensors or the operation's error; the same one
+        for every call."""
         try:
             if self._future is None:
                 self._future = torch_future(torch, self._handle, self._outputs)
@@ -108,7 +115,8 @@ class TorchWork(dist.Work):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class ReleasedHandle:
-    """The state of an operation whose tensors have been released; by default of one that has ended without an error.
+    """The state of an operation whose tensors have been released; by default of one that has ended
+    without an error.
 
     The operation may still run on the device: the backend keeps its memory.
     """
@@ -173,15 +181,16 @@ DONE = CompletedWork()
 
 
 class WorkRegistry:
-    """Keeps works alive that C++ may hold, since C++ does not keep the Python part of an object alive.
+    """Keeps works alive that C++ may hold, since C++ does not keep the Python part of an object
+    alive.
 
-    From 2.7 on torch does so for the results of methods that C++ calls (PyWorkHolder), but not for works that Python
-    passes to C++, as DDP does for uneven inputs.
+    From 2.7 on torch does so for the results of methods that C++ calls (PyWorkHolder), but not for
+    works that Python passes to C++, as DDP does for uneven inputs.
 
-    References of C++ cannot be detected. So the newest :attr:`MAX_RELEASED` works of ended operations stay. They
-    release their tensors unless Python code references the work: works that have been waited for at once (the backend
-    keeps memory that the device still uses), other works once the operation has ended and :attr:`MIN_COMPLETE` newer
-    works exist.
+    References of C++ cannot be detected. So the newest :attr:`MAX_RELEASED` works of ended
+    operations stay. They release their tensors unless Python code references the work: works that
+    have been waited for at once (the backend keeps memory that the device still uses), other works
+    once the operation has ended and :attr:`MIN_COMPLETE` newer works exist.
 
     Attributes:
         MIN_COMPLETE: number of newest works that keep their tensors.
@@ -192,7 +201,8 @@ class WorkRegistry:
     MIN_COMPLETE, MAX_RELEASED, BATCH = 16, 4096, 4
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = weakref.ref(group)  # a program may keep a work for longer
+        # A program may keep a work for longer.
+        self._group = weakref.ref(group)
         self._keys = count()
         self._held: dict[int, TorchWork] = {}
         self._waited: deque[int] = deque()
@@ -213,7 +223,8 @@ class WorkRegistry:
     def interrupted(self, error: BaseException) -> None:
         """Fail the group if ``error`` ends a wait of torch's code, which has no second one.
 
-        A functional collective would return tensors that are not complete, and DDP leave out the rest of its buckets.
+        A functional collective would return tensors that are not complete, and DDP leave out the
+        rest of its buckets.
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None and _module(frame).startswith("unicoll.torch_plugin."):
@@ -223,9 +234,11 @@ class WorkRegistry:
             group.interrupted(error)
 
     def _prune(self) -> None:
-        """Check a few works: checking all, or a callback for each, would cost more than the operations."""
+        """Check a few works: checking all, or a callback for each, would cost more than the
+        operations."""
         if _is_capturing():
-            return  # queries are not allowed, and a graph's tensors are in use until the capture ends
+            # Queries are not allowed, and a graph's tensors are in use until the capture ends.
+            return
         for _ in range(min(self.BATCH, len(self._waited))):
             self._release_next(self._waited, True)
         for _ in range(min(self.BATCH, len(self._posted) - self.MIN_COMPLETE)):
@@ -235,10 +248,12 @@ class WorkRegistry:
             self._held.pop(self._released.popleft(), None)
 
     def _release_next(self, queue: deque[int], waited: bool) -> bool:
-        """Release the tensors of the first work in the queue, or requeue it; False to stop at this work."""
+        """Release the tensors of the first work in the queue, or requeue it; False to stop at this
+        work."""
         try:
             key = queue.popleft()
-        except IndexError:  # another thread took it
+        except IndexError:
+            # Another thread took it.
             return False
         work = self._held.get(key)
         if work is None or (waited and work.released):
@@ -268,7 +283,8 @@ def _module(frame: FrameType) -> str:
 
 
 def _own_references() -> int:
-    """Reference count of a work that only the dictionary and a local variable reference; 3.14 does not count all."""
+    """Reference count of a work that only the dictionary and a local variable reference; 3.14 does
+    not count all."""
     held = {0: object()}
     work = held.get(0)
     return sys.getrefcount(work)
@@ -277,11 +293,15 @@ def _own_references() -> int:
 _OWN_REFERENCES = _own_references()
 
 
-_XPU_GRAPHS = getattr(torch._C, "_has_xpu", False) and hasattr(torch.xpu, "is_current_stream_capturing")
+_XPU_GRAPHS = getattr(torch._C, "_has_xpu", False) and hasattr(
+    torch.xpu, "is_current_stream_capturing"
+)
 
 
 def _is_capturing() -> bool:
     """True if the current stream of a device is capturing a graph."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return True
-    return _XPU_GRAPHS and torch.xpu.is_initialized() and bool(torch.xpu.is_current_stream_capturing())
+    return (
+        _XPU_GRAPHS and torch.xpu.is_initialized() and bool(torch.xpu.is_current_stream_capturing())
+    )

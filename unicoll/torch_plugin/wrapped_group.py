@@ -1,4 +1,5 @@
-"""torch's process groups over groups made by ``unicoll.init_process_group`` and ``unicoll.new_group``."""
+"""torch's process groups over groups made by ``unicoll.init_process_group`` and
+``unicoll.new_group``."""
 
 from __future__ import annotations
 
@@ -33,14 +34,15 @@ class WrappedProcessGroup(TorchProcessGroup):
 
 
 def torch_group(group: Any = None) -> Any:
-    """torch's process group over a unicoll group; the same one for every call. Nothing is communicated.
+    """torch's process group over a unicoll group; the same one for every call. Nothing is
+    communicated.
 
-    If torch.distributed has no default group, one over unicoll's default group is created, since many of torch's
-    functions need it. It is destroyed with unicoll's.
+    If torch.distributed has no default group, one over unicoll's default group is created, since
+    many of torch's functions need it. It is destroyed with unicoll's.
 
     Args:
-        group: a unicoll group, or a torch group, which is returned unchanged. None is unicoll's default group, or
-            torch's if unicoll has none.
+        group: a unicoll group, or a torch group, which is returned unchanged. None is unicoll's
+            default group, or torch's if unicoll has none.
 
     Raises:
         NotInitializedError: there is no default group.
@@ -55,7 +57,8 @@ def torch_group(group: Any = None) -> Any:
     current = world.current("torch_group")
     if unicoll_group not in current.groups:
         raise DistArgumentError(
-            f"torch_group: {unicoll_group!r} is not of init_process_group's job, or has been destroyed"
+            f"torch_group: {unicoll_group!r} is not of init_process_group's job, or has been"
+            " destroyed"
         )
     if not dist.is_initialized():
         dist.init_process_group(

@@ -1,9 +1,10 @@
 """Compares the collectives that the ranks of a watched group have made, after they were made.
 
-A few times a second each rank sends signatures of its recorded calls to the comparing rank over the control plane: the
-first rank of the group that has not ended. That rank compares those of equal numbers. On a difference it asks for the
-calls, and the group fails. If calls are made faster than that, some are compared: those whose numbers are multiples of
-a power of two, the last one, and the one in which a rank is blocked.
+A few times a second each rank sends signatures of its recorded calls to the comparing rank over the
+control plane: the first rank of the group that has not ended. That rank compares those of equal
+numbers. On a difference it asks for the calls, and the group fails. If calls are made faster than
+that, some are compared: those whose numbers are multiples of a power of two, the last one, and the
+one in which a rank is blocked.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _KEPT = 1024
 _SIGNATURES = 64 * _KEPT
 """Most signatures of other ranks that are kept."""
 _AGAIN_S = 2.0
-"""After this time the last call is sent again, if it has not ended: the comparing rank may not have had the group."""
+"""After this time the last call is sent again, if it has not ended: the comparing rank may not have
+had the group."""
 _OTHERS_S = 1.0
-"""How long a difference waits for the signatures of the other ranks, which show whose call differs."""
+"""How long a difference waits for the signatures of the other ranks, which show whose call
+differs."""
 _SHOWN = 16
 """Different calls that an error lists."""
 _LAST = 16
@@ -44,8 +47,9 @@ class _Compared(NamedTuple):
     """A call of this rank, and its signature.
 
     Attributes:
-        recorded: the call as it was recorded; None for one from torch's flight recorder, which has, for example, an
-            all_reduce for Gloo's reduce_scatter. Calls of one kind are compared only.
+        recorded: the call as it was recorded; None for one from torch's flight recorder, which has,
+            for example, an all_reduce for Gloo's reduce_scatter. Calls of one kind are compared
+            only.
         signature: of the call, and 1 for one that was recorded, else 0.
     """
 
@@ -63,7 +67,8 @@ class _Compared(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """A number whose calls differ: this rank's, and the signatures of others, by rank; and since when it is known."""
+    """A number whose calls differ: this rank's, and the signatures of others, by rank; and since
+    when it is known."""
 
     number: int
     mine: _Compared
@@ -72,32 +77,41 @@ class _Difference(NamedTuple):
 
 
 class CallComparison:
-    """The comparison of one group's calls on one rank; one thread uses it, others :meth:`report` and :meth:`lacks`."""
+    """The comparison of one group's calls on one rank; one thread uses it, others :meth:`report`
+    and :meth:`lacks`."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._comparing = -1  # the rank that the signatures were sent to
-        self._newest = 0  # number of the last call in _calls
+        # The rank that the signatures were sent to.
+        self._comparing = -1
+        # Number of the last call in _calls.
+        self._newest = 0
         self._sent_at = 0.0
         self._calls: dict[int, _Compared] = {}
-        self._others: dict[int, dict[int, Signature]] = {}  # on the comparing rank, by number and rank
-        # there, of ranks that have closed the group: texts by rank and number, and the number of the last call by rank
+        # On the comparing rank, by number and rank.
+        self._others: dict[int, dict[int, Signature]] = {}
+        # there, of ranks that have closed the group: texts by rank and number, and the number of
+        # the last call by rank
         self._texts: dict[tuple[int, int], str] = {}
         self._final: dict[int, int] = {}
-        self._asked = (0.0, 0)  # when the comparing rank was asked, and how many ranks had ended
+        # When the comparing rank was asked, and how many ranks had ended.
+        self._asked = (0.0, 0)
         self._difference: _Difference | None = None
         self._key = f"{context.backend} calls"
         if context.job.control is not None:
             context.job.control.watch(context.name, self._key, lambda error: None, self.report)
 
     def add(self, calls: Sequence[TorchCall], oldest: Call | None = None) -> None:
-        """Keep the calls that are new among ``calls``, this rank's last ones, and send their signatures.
+        """Keep the calls that are new among ``calls``, this rank's last ones, and send their
+        signatures.
 
         Args:
-            oldest: the oldest call in progress, which may not have been recorded; None if it is not known.
+            oldest: the oldest call in progress, which may not have been recorded; None if it is not
+                known.
         """
         by_number: dict[int, TorchCall] = {}
-        for call in calls:  # torch gives coalesced ones one number
+        # Torch gives coalesced ones one number.
+        for call in calls:
             by_number.setdefault(call.seq, call)
         new = [number for number in by_number if number > self._newest]
         self._newest, step = max(new, default=self._newest), 1
@@ -112,7 +126,11 @@ class CallComparison:
         for number in fresh:
             made = by_number[number].watched_call
             self._calls[number] = _Compared(made, by_number[number], (_signature(made), 1))
-        if isinstance(oldest, UnrecordedCall) and oldest.is_described and oldest.seq not in self._calls:
+        if (
+            isinstance(oldest, UnrecordedCall)
+            and oldest.is_described
+            and oldest.seq not in self._calls
+        ):
             fresh.append(oldest.seq)
             self._calls[oldest.seq] = _Compared(oldest, None, (_signature(oldest), 0))
         _shorten(self._calls)
@@ -120,7 +138,8 @@ class CallComparison:
         if last and not (fresh or self._calls[last].ended):
             fresh = [last] if time.monotonic() - self._sent_at >= _AGAIN_S else []
         comparing = next(self._remaining(), self._context.job.rank)
-        if comparing != self._comparing:  # the last one, if there was one, has ended
+        # The last one, if there was one, has ended.
+        if comparing != self._comparing:
             self._comparing = comparing
             fresh = sorted(self._calls)[-_MOST:]
         if fresh and comparing != self._context.job.rank:
@@ -149,21 +168,28 @@ class CallComparison:
             control.send({**header, **what})
 
     def receive(self, rank: int, message: Message) -> None:
-        """Signatures of another rank, on the comparing one; with more if that rank has closed the group."""
+        """Signatures of another rank, on the comparing one; with more if that rank has closed the
+        group."""
         for number, signature, recorded in message.get("calls", ()):
             self._others.setdefault(int(number), {})[rank] = int(signature), int(recorded)
         _shorten(self._others, max(_MOST, _SIGNATURES // self._context.size))
         texts, final = message.get("texts", {}), message.get("final", {})
-        self._texts.update({(rank, int(number)): printable_line(text) for number, text in texts.items()})
+        self._texts.update(
+            {(rank, int(number)): printable_line(text) for number, text in texts.items()}
+        )
         self._final.update({int(closed): int(number) for closed, number in final.items()})
 
     def lacks(self, number: int) -> int | None:
-        """A rank that has left the job without this collective, or None; the comparing rank is asked.
+        """A rank that has left the job without this collective, or None; the comparing rank is
+        asked.
 
-        The ranks that leave do not tell all others: a job's end would need as many messages as it has pairs of ranks.
+        The ranks that leave do not tell all others: a job's end would need as many messages as it
+        has pairs of ranks.
         """
         control = self._context.job.control
-        departed = [rank for rank in self._context.ranks if control is not None and rank in control.departed]
+        departed = [
+            rank for rank in self._context.ranks if control is not None and rank in control.departed
+        ]
         if not departed or control is None:
             return None
         comparing, now = next(self._remaining()), time.monotonic()
@@ -207,9 +233,12 @@ class CallComparison:
         texts[own] = _text(found.mine)
         lines = [f"{self._who(ranks)}: {texts.get(ranks[0], 'another call')}" for ranks in shown]
         return CollectiveMismatchError(
-            f"the calls #{number} of the ranks of group {context.name!r} differ:\n  " + "\n  ".join(lines),
+            f"the calls #{number} of the ranks of group {context.name!r} differ:\n  "
+            + "\n  ".join(lines),
             group=context.name,
-            rank=operation_errors.only_different({rank: str(one) for rank, one in signatures.items()}),
+            rank=operation_errors.only_different(
+                {rank: str(one) for rank, one in signatures.items()}
+            ),
             op=found.mine.call.op.name,
             seq=number,
         )
@@ -220,17 +249,22 @@ class CallComparison:
 
     def _request_texts(self, number: int, ranks: set[int]) -> dict[int, str]:
         control = self._context.job.control
-        assert control is not None  # else there are no other ranks' signatures
+        # Else there are no other ranks' signatures.
+        assert control is not None
         known = {rank: self._texts[rank, number] for rank in ranks if (rank, number) in self._texts}
         reports = control.request_reports(self._context.name, self._key, ranks - known.keys())
         texts = {rank: found.get("texts", {}).get(str(number)) for rank, found in reports.items()}
         return {rank: text for rank, text in (known | texts).items() if isinstance(text, str)}
 
     def report(self, most: int = 2 * _MOST) -> Message:
-        """What other ranks ask for (on the control thread): the last calls whose signatures were sent, and more."""
+        """What other ranks ask for (on the control thread): the last calls whose signatures were
+        sent, and more."""
         calls = dict(self._calls)
         texts = {str(number): _text(calls[number]) for number in sorted(calls)[-most:]}
-        return {"texts": texts, "final": {str(rank): number for rank, number in [*self._final.items()]}}
+        return {
+            "texts": texts,
+            "final": {str(rank): number for rank, number in [*self._final.items()]},
+        }
 
     def close(self, calls: Sequence[TorchCall], final: int | None) -> None:
         """Send what is needed after this rank has gone to the rank that compares then.
@@ -272,9 +306,9 @@ def _text(compared: _Compared) -> str:
 def _signature(call: Call) -> int:
     """A number that is equal on ranks whose calls fit each other.
 
-    It covers the operation, the root, and what torch and its backends need to be equal: element type and number of
-    elements of reductions, the bytes of other collectives, and nothing where the ranks' sizes may differ. Hashes of
-    tuples of numbers do not depend on PYTHONHASHSEED.
+    It covers the operation, the root, and what torch and its backends need to be equal: element
+    type and number of elements of reductions, the bytes of other collectives, and nothing where the
+    ranks' sizes may differ. Hashes of tuples of numbers do not depend on PYTHONHASHSEED.
     """
     op, code = call.op, _FAMILIES.get(call.op.name, call.op.code)
     if op.root_has_sizes or op.sizes is Sizes.EXCHANGED:
@@ -283,4 +317,6 @@ def _signature(call: Call) -> int:
     if not op.reduces:
         return hash((code, call.root, sum(b.count * b.dtype.itemsize for b in listed)))
     reduce = call.reduce.code if call.reduce is not None else 0
-    return hash((code, call.root, reduce, *{b.dtype.code for b in listed}, sum(b.count for b in listed)))
+    return hash(
+        (code, call.root, reduce, *{b.dtype.code for b in listed}, sum(b.count for b in listed))
+    )

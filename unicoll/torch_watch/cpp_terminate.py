@@ -1,6 +1,8 @@
-"""The end of the process by an exception that C++ code does not catch, as Gloo's after a message of another size.
+"""The end of the process by an exception that C++ code does not catch, as Gloo's after a message of
+another size.
 
-C++ calls its terminate handler then, on the thread of the exception, and the process aborts when that returns.
+C++ calls its terminate handler then, on the thread of the exception, and the process aborts when
+that returns.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ _Handler = ctypes.CFUNCTYPE(None)
 def before_terminate(action: Callable[[], object]) -> Callable[[], None]:
     """Call ``action`` before the process aborts; returns a function that undoes it.
 
-    ``action`` is called on any thread, which may be none of Python's, and must return within a moment. Has no effect
-    where the C++ library is not GNU's.
+    ``action`` is called on any thread, which may be none of Python's, and must return within a
+    moment. Has no effect where the C++ library is not GNU's.
     """
     try:
         set_handler = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE

@@ -1,8 +1,9 @@
 """Records the calls of torch.distributed's groups, of any backend, in the flight recorder.
 
-The methods of torch's C++ class ``ProcessGroup`` are replaced by functions that record the call and then make it; so is
-``Work.wait``. Every function of torch.distributed calls these methods, also if it was imported before. Calls that torch
-makes in C++ are not seen, but they count: a call's number is torch's own.
+The methods of torch's C++ class ``ProcessGroup`` are replaced by functions that record the call and
+then make it; so is ``Work.wait``. Every function of torch.distributed calls these methods, also if
+it was imported before. Calls that torch makes in C++ are not seen, but they count: a call's number
+is torch's own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ log = logs.logger("watch")
 
 
 def awaited_in(frame: FrameType) -> TorchCall | None:
-    """The call that a thread waits for in its innermost frame without a limit of its own, or None."""
+    """The call that a thread waits for in its innermost frame without a limit of its own, or
+    None."""
     if frame.f_code is _WAIT:
         variables = frame.f_locals
         if variables["limits"] or variables["options"]:
@@ -46,8 +48,8 @@ _METHODS: set[CodeType] = set()
 def _replacing(function: Any, torchs: Any, name: str) -> Any:
     """A function that replaces torch's method ``name``. torch.compile traces neither of them.
 
-    The code has this name, too: a method of a Python subclass is not called again for itself because pybind11 finds the
-    name and the object in the calling frame.
+    The code has this name, too: a method of a Python subclass is not called again for itself
+    because pybind11 finds the name and the object in the calling frame.
     """
     function.__code__ = function.__code__.replace(co_name=name)
     function = functools.update_wrapper(function, torchs)
@@ -71,7 +73,8 @@ def _recorded(name: str, torchs: Any) -> Any:
                 if group.by_device:
                     group = group.part_of(args, options)
                 call = TorchCall(group, name, args, options, sys._getframe(1))
-        except Exception:  # arguments that torch will refuse, or that are not known
+        except Exception:
+            # Arguments that torch will refuse, or that are not known.
             group = None
         if group is None:
             return torchs(self, *args, **options)
@@ -93,7 +96,8 @@ def _recorded(name: str, torchs: Any) -> Any:
                 work = torchs(self, *args, **options)
             except BaseException as error:
                 if not group.is_numbered and group.count == call.seq:
-                    group.count -= 1  # torch has refused it
+                    # Torch has refused it.
+                    group.count -= 1
                 call.seq = 0
                 call.end(error)
                 raise
@@ -126,13 +130,15 @@ def _wait(self: Any, *limits: Any, **options: Any) -> Any:
         result = _torchs_wait(self, *limits, **options)
     except BaseException as error:
         call = _call_of(self)
-        if call is not None and not limits and not options:  # with a limit it may go on
+        # With a limit it may go on.
+        if call is not None and not limits and not options:
             pending.pop(id(self), None)
             call.end(error)
             if call.group.on_error is not None:
                 try:
                     call.group.on_error(call, error)
-                except Exception:  # the program gets torch's error
+                except Exception:
+                    # The program gets torch's error.
                     log.debug("the cause of an error of torch is not known", exc_info=True)
         raise
     found = pending.pop(id(self), None)
@@ -155,7 +161,8 @@ def _monitored_barrier(torchs: Any) -> Any:
     def method(self: Any, *args: Any, **options: Any) -> Any:
         try:
             group = find(self)
-        except Exception:  # like in _recorded: the call of the program goes on
+        except Exception:
+            # Like in _recorded: the call of the program goes on.
             group = None
         if group is None:
             return torchs(self, *args, **options)

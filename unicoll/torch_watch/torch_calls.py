@@ -1,4 +1,5 @@
-"""Calls of torch.distributed's groups, of any backend, as the flight recorder and the wait monitor have them."""
+"""Calls of torch.distributed's groups, of any backend, as the flight recorder and the wait monitor
+have them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _DTYPES = {getattr(torch, dtype.name): dtype for dtype in ALL_DTYPES if hasattr(
 
 _NOTHING: tuple[int, ...] = ()
 plain: set[type] = set()
-"""Types of arguments that are not tensors; ``isinstance`` with the class of tensors takes half a microsecond."""
+"""Types of arguments that are not tensors; ``isinstance`` with the class of tensors takes half a
+microsecond."""
 
 
 class Method(NamedTuple):
@@ -44,7 +46,9 @@ class Method(NamedTuple):
     outputs: tuple[int, ...]
 
 
-def _methods(op: str, inputs: tuple[int, ...], outputs: tuple[int, ...], *names: str) -> dict[str, Method]:
+def _methods(
+    op: str, inputs: tuple[int, ...], outputs: tuple[int, ...], *names: str
+) -> dict[str, Method]:
     return {name: Method(OPS[op], inputs, outputs) for name in names}
 
 
@@ -98,19 +102,23 @@ def _described(argument: Any) -> Any:
 
 
 class TorchCall:
-    """A call of a torch group in the flight recorder, where it is what a :class:`PendingEntry` is for unicoll's.
+    """A call of a torch group in the flight recorder, where it is what a :class:`PendingEntry` is
+    for unicoll's.
 
-    It has no reference to the tensors. What the recorder needs in addition is computed when somebody reads it.
+    It has no reference to the tensors. What the recorder needs in addition is computed when
+    somebody reads it.
 
     Attributes:
         group: the group.
         method: torch's name of the method.
         seq: number of the collective in the group, from 1; 0 for messages, and before it has one.
-        message: number of the message among those of its kind (:meth:`TorchGroup.count_message`), from 1; else 0.
+        message: number of the message among those of its kind (:meth:`TorchGroup.count_message`),
+            from 1; else 0.
         returned: True once torch's method has returned.
         counted: True once it is in the metrics.
         has_callbacks: True if the program has asked for the future of its work.
-        created, ended: on the clock of ``time.monotonic``; ``ended`` is 0 if it has not, or is not known to have.
+        created, ended: on the clock of ``time.monotonic``; ``ended`` is 0 if it has not, or is not
+            known to have.
         error: text, or "".
     """
 
@@ -135,7 +143,12 @@ class TorchCall:
     call = None
 
     def __init__(
-        self, group: TorchGroup, method: str, arguments: Sequence[Any], options: Any, frame: FrameType
+        self,
+        group: TorchGroup,
+        method: str,
+        arguments: Sequence[Any],
+        options: Any,
+        frame: FrameType,
     ) -> None:
         self.group = group
         self.method = method
@@ -154,7 +167,9 @@ class TorchCall:
             self._arguments: Sequence[Any] = ((x.shape, x.dtype), arguments[1])
         else:
             self._arguments = [_described(argument) for argument in arguments]
-        self._options = options and {name: _described(argument) for name, argument in options.items()}
+        self._options = options and {
+            name: _described(argument) for name, argument in options.items()
+        }
         frame = user_frame(frame)
         self._code = frame.f_code
         self._offset = frame.f_lasti
@@ -222,7 +237,9 @@ class TorchCall:
             tag,
         )
         call.site = self.site
-        call.kind_of_call = CallKind(call, group.job_number, group.name, group.ranks, group.backend_name)
+        call.kind_of_call = CallKind(
+            call, group.job_number, group.name, group.ranks, group.backend_name
+        )
         return call
 
     def _others(self) -> Iterator[Any]:

@@ -1,8 +1,9 @@
 """What torch's own flight recorder says of a group's collectives in progress.
 
-torch (2.13 and later for Gloo, earlier for NCCL) records the collectives that its C++ code starts, too, those of
-DistributedDataParallel and functional ones, and which have ended, on NCCL on the device. It is read when a collective
-seems to last, so calls cost nothing more. https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+torch (2.13 and later for Gloo, earlier for NCCL) records the collectives that its C++ code starts,
+too, those of DistributedDataParallel and functional ones, and which have ended, on NCCL on the
+device. It is read when a collective seems to last, so calls cost nothing more.
+https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from unicoll.devices import runtimes
 from unicoll.torch_watch.torch_groups import TorchGroup
 
 _LASTS_S = 1.0
-"""A collective that has lasted for so long is looked up: a full recorder of torch takes 50 ms to read."""
+"""A collective that has lasted for so long is looked up: a full recorder of torch takes 50 ms to
+read."""
 
 _OPS = {
     "_all_gather_base": "all_gather_into_tensor",
@@ -58,7 +60,9 @@ class UnrecordedCall(Call):
 
     __slots__ = ("presumed",)
 
-    def __init__(self, group: TorchGroup, seq: int, site: str, entry: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, group: TorchGroup, seq: int, site: str, entry: dict[str, Any] | None = None
+    ) -> None:
         inputs: tuple[Buffer, ...] = ()
         outputs = inputs
         op = _UNKNOWN
@@ -77,7 +81,11 @@ class UnrecordedCall(Call):
         return self.op is not _UNKNOWN
 
     def describe(self) -> str:
-        return super().describe() if self.is_described else "a collective that torch's C++ code has started"
+        return (
+            super().describe()
+            if self.is_described
+            else "a collective that torch's C++ code has started"
+        )
 
     def describe_with_number(self) -> str:
         if self.is_described:
@@ -96,7 +104,8 @@ def _buffers(sizes: list[list[int]], dtypes: list[str]) -> tuple[Buffer, ...]:
 
 
 class InProgress(NamedTuple):
-    """The oldest collective of a group that has not ended: how many were started after it, and torch's record of it."""
+    """The oldest collective of a group that has not ended: how many were started after it, and
+    torch's record of it."""
 
     later: int
     entry: dict[str, Any]
@@ -106,8 +115,8 @@ class TorchRecorder:
     """Looks up a group's collectives in torch's flight recorder, if its last one lasts.
 
     Attributes:
-        is_available: False if torch's flight recorder does not have the group's collectives: it is not of this version,
-            or is turned off.
+        is_available: False if torch's flight recorder does not have the group's collectives: it is
+            not of this version, or is turned off.
     """
 
     def __init__(self, group: TorchGroup) -> None:
@@ -120,7 +129,8 @@ class TorchRecorder:
         self._found: InProgress | None = None
 
     def in_progress(self, seq: int) -> InProgress | None:
-        """The oldest collective in progress, if the last one, ``seq``, is not new; None if there is none."""
+        """The oldest collective in progress, if the last one, ``seq``, is not new; None if there is
+        none."""
         now = time.monotonic()
         if seq != self._seq:
             self._seq, self._since, self._next, self._found = seq, now, now + _LASTS_S, None
@@ -142,21 +152,25 @@ class TorchRecorder:
         assert self._dump is not None
         status = json.loads(self._dump(False, False)).get("pg_status", {}).values()
         self.is_available = bool(status)
-        return all(one["last_completed_collective"] == one["last_enqueued_collective"] for one in status)
+        return all(
+            one["last_completed_collective"] == one["last_enqueued_collective"] for one in status
+        )
 
     def _read(self) -> InProgress | None:
         assert self._dump is not None
         if torch.cuda.is_initialized() and runtimes.reason_against("cuda") is None:
             runtimes.runtime(
                 "cuda"
-            ).ignore_captures()  # torch queries the events of NCCL's calls on this thread
+                # Torch queries the events of NCCL's calls on this thread.
+            ).ignore_captures()
         name = self._group.torchs_name
         entries = json.loads(self._dump(True, False))["entries"]
         mine = [e for e in entries if e["process_group"][0] == name and not e["is_p2p"]]
         self.is_available = bool(mine)
         numbers = [entry["collective_seq_id"] for entry in mine]
         begin = max((i for i in range(1, len(mine)) if numbers[i] < numbers[i - 1]), default=0)
-        mine = mine[begin:]  # before that, of a group that had this name
+        # Before that, of a group that had this name.
+        mine = mine[begin:]
         first = next((i for i, entry in enumerate(mine) if not entry["retired"]), None)
         if first is None:
             return None

@@ -25,16 +25,19 @@ _REFUSED_S = 1.0
 """After this time torch does not refuse a call."""
 
 Channel = tuple[str, int, int]
-"""torch's method, the other member and the tag of messages: number n of the sender is number n of the receiver."""
+"""torch's method, the other member and the tag of messages: number n of the sender is number n of
+the receiver."""
 
 
 class TorchGroup:
-    """A backend of a group of torch.distributed whose calls are recorded. It does not keep torch's group alive.
+    """A backend of a group of torch.distributed whose calls are recorded. It does not keep torch's
+    group alive.
 
-    The number of a collective must be equal on all ranks. Gloo and NCCL number their collectives, also those of torch's
-    C++ code. Where the number may mean something else, the recorded collectives are counted: in a group with another
-    backend, a group that had made calls before they were recorded (its messages may be in the number), and at torch's
-    debug level DETAIL, whose comparison of calls comes before the number.
+    The number of a collective must be equal on all ranks. Gloo and NCCL number their collectives,
+    also those of torch's C++ code. Where the number may mean something else, the recorded
+    collectives are counted: in a group with another backend, a group that had made calls before
+    they were recorded (its messages may be in the number), and at torch's debug level DETAIL, whose
+    comparison of calls comes before the number.
 
     Args:
         pg: torch's process group.
@@ -47,32 +50,36 @@ class TorchGroup:
     Attributes:
         pg: a weak reference to torch's process group.
         torchs_name: torch's name of it.
-        name: that name (``default_pg`` for the default group, torch's description of it), with a number if it had an
-            earlier group of this name, and the type of device if it has several backends.
+        name: that name (``default_pg`` for the default group, torch's description of it), with a
+            number if it had an earlier group of this name, and the type of device if it has several
+            backends.
         desc: torch's description of it.
         backend_name: torch's name of its backend.
-        by_device: if it has several backends and this is the first one, all of them by the type of device; else empty.
-        completes: True if its works may be asked on any thread whether they are completed. Those of a device's library
-            ask the device, which would break the capture of a graph.
+        by_device: if it has several backends and this is the first one, all of them by the type of
+            device; else empty.
+        completes: True if its works may be asked on any thread whether they are completed. Those of
+            a device's library ask the device, which would break the capture of a graph.
         rank: of this process in the group.
         timeout: default timeout of its calls, seconds.
         job_number: of the job in which it is watched; 0 before there is one.
         newest: the collective that was made last, or None.
         last: the collective that ended last, or None.
         on_error: called with a call in whose wait torch raises an error, and the error; or None.
-        is_counted_from_start: True if equal numbers of calls on its members mean the same call, as far as the program
-            is correct: it was recorded before its first call.
+        is_counted_from_start: True if equal numbers of calls on its members mean the same call, as
+            far as the program is correct: it was recorded before its first call.
         is_numbered: True if calls have torch's numbers.
         has_messages: True once it has sent or received.
-        messages: by how much torch's number is too high: Gloo counts messages, too, of which ranks have different
-            numbers.
+        messages: by how much torch's number is too high: Gloo counts messages, too, of which ranks
+            have different numbers.
         count: number of its recorded collectives, if calls do not have torch's numbers.
         channels: number of messages of each kind.
-        counts_messages: True while the messages have numbers: the program has not received from any rank, and does not
-            use more than :data:`_MAX_CHANNELS` kinds of messages.
+        counts_messages: True while the messages have numbers: the program has not received from any
+            rank, and does not use more than :data:`_MAX_CHANNELS` kinds of messages.
     """
 
-    def __init__(self, pg: Any, backend: str, device: str, number: int, is_only: bool, is_new: bool) -> None:
+    def __init__(
+        self, pg: Any, backend: str, device: str, number: int, is_only: bool, is_new: bool
+    ) -> None:
         self.pg = weakref.ref(pg)
         self.torchs_name = c10d._world.pg_names.get(pg, "")
         name = _DEFAULT if _is_default(pg) else self.torchs_name
@@ -93,18 +100,21 @@ class TorchGroup:
         self.counts_messages = self.completes
         self.rank: int = pg.rank()
         self._ranks: tuple[int, ...] = ()
-        self._device = None if is_only else torch.device(device)  # whose number torch is asked for
+        # Whose number torch is asked for.
+        self._device = None if is_only else torch.device(device)
         has_numbers = backend in ("gloo", "nccl")
         if has_numbers and is_only:
             try:
                 pg._get_sequence_number_for_group()
-            except RuntimeError:  # torch does not know the backend that it has chosen itself
+            except RuntimeError:
+                # Torch does not know the backend that it has chosen itself.
                 self._device = torch.device(device)
         self.is_counted_from_start = is_new or (has_numbers and not self._read_number(pg))
         self.is_numbered = (
             has_numbers
             and self.is_counted_from_start
-            and dist.get_debug_level() != dist.DebugLevel.DETAIL  # equal values are different objects
+            # Equal values are different objects.
+            and dist.get_debug_level() != dist.DebugLevel.DETAIL
         )
         self._message_step = int(self.backend_name == "gloo")
         self.has_messages = False
@@ -152,7 +162,8 @@ class TorchGroup:
         return self.pg() is not None
 
     def count_message(self, method: str, arguments: Sequence[Any]) -> int:
-        """The number of a message, which is being posted, among those with the same peer and tag; 0 if it has none."""
+        """The number of a message, which is being posted, among those with the same peer and tag; 0
+        if it has none."""
         numbers = [each for each in arguments[1:] if isinstance(each, int)]
         if method == "recv_anysource" or len(numbers) != 2:
             self.counts_messages = False
@@ -181,7 +192,8 @@ class TorchGroup:
         """Have torch send or receive; ``is_one`` is False if it is not known how many messages."""
         step = self._message_step if is_one else None
         self.has_messages = True
-        with self._counting if is_one else nullcontext():  # see number()
+        # See number().
+        with self._counting if is_one else nullcontext():
             before = self._torchs_number()
             try:
                 result = torchs()
@@ -190,24 +202,34 @@ class TorchGroup:
                 raise
             finally:
                 if self.is_numbered:
-                    # measured where it is not known only: other threads may make collectives at the same time
+                    # measured where it is not known only: other threads may make collectives at the
+                    # same time
                     counted = self._torchs_number() - before
-                    self.messages += step if step is not None else min(counted, 1) if is_one else counted
+                    self.messages += (
+                        step if step is not None else min(counted, 1) if is_one else counted
+                    )
         return result
 
     def number(self, pg: Any) -> int:
         """The number of the collective that this thread has passed to torch last."""
         # in line what most groups need
-        number = int(pg._get_sequence_number_for_group()) if self._device is None else self._read_number(pg)
-        if not self.has_messages:  # it is set before the first message is in the number
+        number = (
+            int(pg._get_sequence_number_for_group())
+            if self._device is None
+            else self._read_number(pg)
+        )
+        # It is set before the first message is in the number.
+        if not self.has_messages:
             return number
-        with self._counting:  # not while another thread's message is in torch's number only
+        # Not while another thread's message is in torch's number only.
+        with self._counting:
             return self._read_number(pg) - self.messages
 
 
 def _is_default(pg: Any) -> bool:
     world = c10d.GroupMember.WORLD
-    return world is None or world is pg  # torch makes it, or has made it
+    # Torch makes it, or has made it.
+    return world is None or world is pg
 
 
 _names: Counter[str] = Counter()
@@ -215,7 +237,8 @@ _names: Counter[str] = Counter()
 groups: dict[int, TorchGroup] = {}
 """The recorded groups, by the id of torch's process group."""
 pending: dict[int, tuple[weakref.ref[Any], TorchCall]] = {}
-"""The calls whose works were not waited for, by the id of the work. The work has references to the tensors."""
+"""The calls whose works were not waited for, by the id of the work. The work has references to the
+tensors."""
 _finding = threading.Lock()
 _making = 0
 """Groups that torch is making."""
@@ -231,11 +254,13 @@ def making() -> Iterator[None]:
         yield
     finally:
         with _finding:
-            _making = max(0, _making - 1)  # 0 in a child that was forked meanwhile
+            # 0 in a child that was forked meanwhile.
+            _making = max(0, _making - 1)
 
 
 def add(pg: Any) -> None:
-    """Record the calls of a group that torch has made now; all its members do this in the same order.
+    """Record the calls of a group that torch has made now; all its members do this in the same
+    order.
 
     ``pg`` is a number on other processes.
     """
@@ -247,7 +272,8 @@ def add(pg: Any) -> None:
 
 
 def find(pg: Any) -> TorchGroup | None:
-    """The recorded group of a process group of torch; None if it is not one of torch.distributed's, or has one rank.
+    """The recorded group of a process group of torch; None if it is not one of torch.distributed's,
+    or has one rank.
 
     Of several backends the first one.
     """
@@ -255,7 +281,12 @@ def find(pg: Any) -> TorchGroup | None:
         group = groups.get(id(pg))
         if group is not None and group.pg() is pg:
             return group
-        if type(pg) is not c10d.ProcessGroup or pg not in c10d._world.pg_map or pg.size() < 2 or _making:
+        if (
+            type(pg) is not c10d.ProcessGroup
+            or pg not in c10d._world.pg_map
+            or pg.size() < 2
+            or _making
+        ):
             return None
         groups[id(pg)] = group = _made(pg, False)
         return group
@@ -265,7 +296,8 @@ def _made(pg: Any, is_new: bool) -> TorchGroup:
     name, config = c10d._world.pg_names.get(pg, ""), c10d._world.pg_backend_config.get(pg, "")
     _names[name] += 1
     pairs = [part.split(":") for part in config.split(",")]
-    is_only = len({pair[-1] for pair in pairs}) == 1  # torch makes one backend for all devices
+    # Torch makes one backend for all devices.
+    is_only = len({pair[-1] for pair in pairs}) == 1
     if is_only:
         pairs = pairs[:1]
     made = {p[0]: TorchGroup(pg, p[-1], p[0], _names[name], is_only, is_new) for p in pairs}
@@ -292,12 +324,14 @@ def forget_destroyed() -> None:
 
 
 def end_completed() -> None:
-    """Mark the calls as ended that torch has completed; those whose work was dropped are not tracked any more."""
+    """Mark the calls as ended that torch has completed; those whose work was dropped are not
+    tracked any more."""
     for key, (reference, call) in [*pending.items()]:
         work = reference()
         if work is None or (call.group.completes and not call.ended and work.is_completed()):
             if work is None and pending.get(key, (None,))[0] is reference:
-                pending.pop(key, None)  # another thread may have
+                # Another thread may have.
+                pending.pop(key, None)
             call.end()
 
 
@@ -320,10 +354,12 @@ def last_collectives() -> dict[TorchGroup, list[TorchCall]]:
 
 
 def pending_calls(group: TorchGroup) -> list[TorchCall]:
-    """The calls of a group that have not been seen to end, oldest first; of a group of a device's library only the one
-    that is being made."""
+    """The calls of a group that have not been seen to end, oldest first; of a group of a device's
+    library only the one that is being made."""
     calls = {
-        call for _, call in [*pending.values()] if call.group is group and group.completes and not call.ended
+        call
+        for _, call in [*pending.values()]
+        if call.group is group and group.completes and not call.ended
     }
     newest = group.newest
     if newest is not None and not (newest.ended or newest.returned):

@@ -1,4 +1,5 @@
-"""A group of torch.distributed in the job of :mod:`unicoll.torch_watch.watcher`: its calls are torch's."""
+"""A group of torch.distributed in the job of :mod:`unicoll.torch_watch.watcher`: its calls are
+torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from unicoll.backend.observed_backend import ObservedBackend, Operation
 from unicoll.backend.operation_errors import Report
 from unicoll.calls.call import Call
 from unicoll.calls.ops import OPS
-from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistError, RankLostError
+from unicoll.errors import (
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    DistError,
+    RankLostError,
+)
 from unicoll.net.control.group_failures import pack_error, unpack_error
 from unicoll.process import logs
 from unicoll.process.thread_frames import ThreadFrames
@@ -66,7 +72,8 @@ class Failures:
         self.logged = False
 
     def ignore_later_ends(self) -> None:
-        """This process is about to end, as the others of the job may be: their ends are no failures."""
+        """This process is about to end, as the others of the job may be: their ends are no
+        failures."""
         self._ends_until = min(self._ends_until, time.monotonic() + _ENDS_S)
 
     def add(self, error: DistError, is_told: bool = False) -> None:
@@ -74,7 +81,8 @@ class Failures:
 
         ``is_told`` is True if another rank logs it for all.
         """
-        with self._lock:  # who comes second returns once the error is logged, after which the process may end
+        # Who comes second returns once the error is logged, after which the process may end.
+        with self._lock:
             if isinstance(error, RankLostError):
                 if error.rank in self._lost or time.monotonic() > self._ends_until:
                     return
@@ -82,16 +90,20 @@ class Failures:
             if str(error) not in self._texts:
                 self._texts.add(str(error))
                 level = logging.INFO if is_told else logging.ERROR
-                log.log(level, "%s rank %d: %s", time.strftime("%Y-%m-%d %H:%M:%S"), self._rank, error)
+                log.log(
+                    level, "%s rank %d: %s", time.strftime("%Y-%m-%d %H:%M:%S"), self._rank, error
+                )
                 if isinstance(error, CollectiveMismatchError):
-                    # For the launcher's report: of several processes that end this one may be the cause.
+                    # For the launcher's report: of several processes that end this one may be the
+                    # cause.
                     worker_main.record(error, final=False)
                 self.new.append(error)
                 self.logged = True
 
 
 class WatchedBackend(ObservedBackend):
-    """Observes the calls that torch makes. A failure of the group is logged; it does not end torch's calls."""
+    """Observes the calls that torch makes. A failure of the group is logged; it does not end
+    torch's calls."""
 
     name: ClassVar[str] = "torch"
     caps: ClassVar[Caps] = Caps(frozenset({"cpu"}), frozenset(OPS))
@@ -105,7 +117,8 @@ class WatchedBackend(ObservedBackend):
         self._recorder: TorchRecorder | None = None
         self._comparison = CallComparison(context)
         self._difference: DistError | None = None
-        self._raised = False  # torch has, in a wait for a call
+        # Torch has, in a wait for a call.
+        self._raised = False
 
     def observe(self, group: TorchGroup, failures: Failures) -> None:
         """Observe the calls of a recorded group."""
@@ -115,20 +128,24 @@ class WatchedBackend(ObservedBackend):
         self.watch()
 
     def compare(self, calls: Sequence[TorchCall]) -> None:
-        """Compare this rank's last collectives with those of the other ranks; several times a second."""
+        """Compare this rank's last collectives with those of the other ranks; several times a
+        second."""
         if self._difference is None and self._is_comparable:
             call = self.state.call
             self._comparison.add(calls, call)
             self._difference = self._comparison.find_difference()
             if self._difference is not None:
-                self._log(self._difference)  # first: this process may be about to end
-                self.state.announce(self._difference)  # unless the group has failed of it before
+                # First: this process may be about to end.
+                self._log(self._difference)
+                # Unless the group has failed of it before.
+                self.state.announce(self._difference)
                 others = [rank for rank in self.context.ranks if rank != self.context.job.rank]
                 self._comparison.send(others, {"differ": pack_error(self._difference)})
 
     @property
     def _is_comparable(self) -> bool:
-        """True if the ranks' numbers of a call are equal. Counted ones are not, if some ranks have compiled a call."""
+        """True if the ranks' numbers of a call are equal. Counted ones are not, if some ranks have
+        compiled a call."""
         return self._group is not None and self._group.is_numbered
 
     def receive(self, message: dict[str, Any]) -> None:
@@ -159,10 +176,11 @@ class WatchedBackend(ObservedBackend):
         state.call = self._unrecorded(group) if group.is_numbered else None
 
     def _unrecorded(self, group: TorchGroup) -> Call | None:
-        """The oldest collective that torch has not ended, as its flight recorder has it; None if there is none.
+        """The oldest collective that torch has not ended, as its flight recorder has it; None if
+        there is none.
 
-        On a device's library that may be a recorded one. Without torch's flight recorder it is the last one, if it was
-        not recorded and the main thread is in torch.
+        On a device's library that may be a recorded one. Without torch's flight recorder it is the
+        last one, if it was not recorded and the main thread is in torch.
         """
         number, recorder = self.sequence, self._recorder
         assert recorder is not None
@@ -174,7 +192,9 @@ class WatchedBackend(ObservedBackend):
             return None
         with ThreadFrames() as frames:
             top = frames.get(threading.main_thread().ident or 0)
-            in_torch = top is not None and top.f_globals.get("__name__", "").partition(".")[0] == "torch"
+            in_torch = (
+                top is not None and top.f_globals.get("__name__", "").partition(".")[0] == "torch"
+            )
             site = operation_errors.line_of_user(top) if in_torch else ""
             del top, frames
         if found is not None:
@@ -191,7 +211,8 @@ class WatchedBackend(ObservedBackend):
 
     def _report(self) -> Report:
         report = super()._report()
-        report["seq"] = self.sequence  # torch may have several calls in progress
+        # Torch may have several calls in progress.
+        report["seq"] = self.sequence
         return report
 
     @property
@@ -236,7 +257,8 @@ class WatchedBackend(ObservedBackend):
     def _torch_raised(self, call: TorchCall, error: BaseException) -> None:
         """torch has raised an error in the wait for a call: find out whether a rank has ended."""
         if isinstance(error, RuntimeError):
-            if not self._raised:  # only the first one waits
+            # Only the first one waits.
+            if not self._raised:
                 self._raised = True
                 self._await_cause()
                 # Gloo says "Connection closed by peer" or "Connection reset by peer".
@@ -246,10 +268,12 @@ class WatchedBackend(ObservedBackend):
                     self.state.announce(lost)
             cause = self._difference or self.state.error
             if cause is not None:
-                # The control thread, which has set it, may not have logged it before this error ends the process.
+                # The control thread, which has set it, may not have logged it before this error
+                # ends the process.
                 if not self.closed:
                     self._log(cause)
-                add_note = getattr(error, "add_note", lambda text: None)  # from Python 3.11 on
+                # From Python 3.11 on.
+                add_note = getattr(error, "add_note", lambda text: None)
                 add_note(f"unicoll: {cause}")
 
     def _await_cause(self) -> None:
@@ -259,7 +283,8 @@ class WatchedBackend(ObservedBackend):
             time.sleep(_TICK_S)
 
     def _lost_error(self, call: Call, seconds: float = _NOTICE_S) -> RankLostError | None:
-        """The error of a call because a member has ended, after waiting for the notice of that; None if none has."""
+        """The error of a call because a member has ended, after waiting for the notice of that;
+        None if none has."""
         context, control = self.context, self.context.job.control
         deadline = time.monotonic() + seconds
         while control is not None and self.state.error is None:
@@ -268,7 +293,9 @@ class WatchedBackend(ObservedBackend):
                 lost = operation_errors.first_member_that_left(context)
             if lost is not None:
                 member = context.ranks.index(lost)
-                return operation_errors.rank_lost_error(context, call, member, control.departed[lost])
+                return operation_errors.rank_lost_error(
+                    context, call, member, control.departed[lost]
+                )
             if time.monotonic() >= deadline:
                 break
             time.sleep(_TICK_S)
@@ -316,7 +343,8 @@ class WatchedBackend(ObservedBackend):
 
 
 def _uses_rpc() -> bool:
-    """True if threads of torch's RPC, of which idle ones have no Python frame, may call functions of the program."""
+    """True if threads of torch's RPC, of which idle ones have no Python frame, may call functions
+    of the program."""
     api = sys.modules.get("torch.distributed.rpc.api")
     is_set = getattr(api, "_is_current_rpc_agent_set", None)
     return is_set is not None and bool(is_set())

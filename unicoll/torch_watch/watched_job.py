@@ -1,4 +1,5 @@
-"""The job of watched processes, and the groups of torch.distributed in it (:mod:`unicoll.torch_watch.watcher`)."""
+"""The job of watched processes, and the groups of torch.distributed in it
+(:mod:`unicoll.torch_watch.watcher`)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ log = logs.logger("watch")
 _NAME = "torch"
 _JOIN_S = 300.0
 _COMPARE_S = 0.2
-"""Time between comparisons of the calls; longer if there are more than :data:`_MESSAGES_PER_S` messages a second."""
+"""Time between comparisons of the calls; longer if there are more than :data:`_MESSAGES_PER_S`
+messages a second."""
 _MESSAGES_PER_S = 1000
 _MAX_INBOX = 10_000
 _INBOX_S = 30.0
@@ -43,19 +45,25 @@ class WatchedJob:
     """
 
     def __init__(self, rank: int, size: int, location: StoreLocation) -> None:
-        self._job: Job = join(_choices("torch"), None, rank, size, location, _JOIN_S, _JOIN_S, _NAME)
+        self._job: Job = join(
+            _choices("torch"), None, rank, size, location, _JOIN_S, _JOIN_S, _NAME
+        )
         self.failures = Failures(rank)
         self._made: dict[TorchGroup, ProcessGroup] = {}
         self._inbox: deque[tuple[float, dict[str, Any]]] = deque(
             maxlen=_MAX_INBOX
-        )  # with the time of arrival
+            # With the time of arrival.
+        )
         self._compared_at = 0.0
         if self._job.control is not None:
-            self._job.control.handle("calls", lambda found: self._inbox.append((time.monotonic(), found)))
+            self._job.control.handle(
+                "calls", lambda found: self._inbox.append((time.monotonic(), found))
+            )
         if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
             try:
                 start_file(self._job, metrics_file)
-            except DistArgumentError as error:  # the rest works without it
+            except DistArgumentError as error:
+                # The rest works without it.
                 log.warning("%s", error)
 
     @property
@@ -110,7 +118,9 @@ class WatchedJob:
                 if call.ended and not call.counted:
                     call.counted, kind = True, call.kind
                     seconds = call.ended - call.created
-                    counters_of_process.count(kind.op, kind.group, kind.nbytes, seconds, bool(call.error))
+                    counters_of_process.count(
+                        kind.op, kind.group, kind.nbytes, seconds, bool(call.error)
+                    )
 
     def leave(self) -> None:
         """Leave the job."""

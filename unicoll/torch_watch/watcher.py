@@ -1,8 +1,9 @@
 """Diagnosis of torch.distributed's groups of any backend: :func:`watch`.
 
-The processes of torch's default group join a job of unicoll over torch's store, on a thread. Each group of torch is a
-group of that job whose calls are recorded, not made (:mod:`unicoll.torch_watch.torch_calls`). So the wait monitor, the
-control plane and the flight recorder's dumps work for it as for unicoll's own groups.
+The processes of torch's default group join a job of unicoll over torch's store, on a thread. Each
+group of torch is a group of that job whose calls are recorded, not made
+(:mod:`unicoll.torch_watch.torch_calls`). So the wait monitor, the control plane and the flight
+recorder's dumps work for it as for unicoll's own groups.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from unicoll.bootstrap.termination import before_sigterm
 from unicoll.diagnosis import flight_dump
-from unicoll.errors import DistArgumentError, DistError, DistNetworkError, DistStoreError, RankLostError
+from unicoll.errors import (
+    DistArgumentError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    RankLostError,
+)
 from unicoll.process import environment, fork_safety, logs, signal_thread
 from unicoll.torch_plugin.compat import replace
 from unicoll.torch_plugin.group import TorchProcessGroup
@@ -40,7 +47,8 @@ _TERMINATE_S = 1.5
 _DUMP_S = 1.0
 """How long either waits for the dump of the failure after that."""
 _SIGTERM_S = 0.6
-"""How long one that gets SIGTERM does. Its launcher may have sent it because another rank has ended."""
+"""How long one that gets SIGTERM does. Its launcher may have sent it because another rank has
+ended."""
 _END_S = 2.0
 """Seconds for which the end of the program waits for the thread."""
 _ACTIONS = ("log", "abort")
@@ -49,25 +57,30 @@ Action = Callable[[DistError], object]
 
 
 def watch(on_hang: str | Action | None = None) -> None:
-    """Diagnose hangs and failures of every group of torch.distributed, of any backend, present and later.
+    """Diagnose hangs and failures of every group of torch.distributed, of any backend, present and
+    later.
 
-    Call it on every rank, before the first call of a group; of groups that have made calls before, only waits and dead
-    ranks are diagnosed. A second call only replaces ``on_hang``. Nothing is sent with torch's groups. Each process then
+    Call it on every rank, before the first call of a group; of groups that have made calls before,
+    only waits and dead ranks are diagnosed. A second call only replaces ``on_hang``. Nothing is
+    sent with torch's groups. Each process then
 
-    * records the last calls of its groups (``UNICOLL_FLIGHT_RECORDER`` of them) with call site and times, and writes
-      them on SIGUSR1, if a group fails and ``UNICOLL_TRACE_DIR`` is set, and on
+    * records the last calls of its groups (``UNICOLL_FLIGHT_RECORDER`` of them) with call site and
+      times, and writes them on SIGUSR1, if a group fails and ``UNICOLL_TRACE_DIR`` is set, and on
       :func:`unicoll.dump_flight_recorder`, for ``unicoll trace``;
-    * logs a warning when a call waits longer than ``UNICOLL_STALL_WARNING`` seconds, with what the other ranks do;
-    * logs an error when ranks wait for each other in different groups, calls or messages (a deadlock), when the ranks'
-      collectives differ, and when a rank of the group has died, or has left without a collective that others are in.
+    * logs a warning when a call waits longer than ``UNICOLL_STALL_WARNING`` seconds, with what the
+      other ranks do;
+    * logs an error when ranks wait for each other in different groups, calls or messages (a
+      deadlock), when the ranks' collectives differ, and when a rank of the group has died, or has
+      left without a collective that others are in.
 
     Errors are raised by torch alone. Groups of unicoll's backends do all this themselves.
 
     Args:
-        on_hang: what else is done after an error was logged and the dump written. ``"log"``: nothing. ``"abort"``: the
-            process ends by SIGABRT, as after a timeout of NCCL's watchdog in torch, so that the launcher restarts the
-            job. A function: it is called with the error, on a thread of unicoll. None: what ``UNICOLL_ON_HANG`` says,
-            by default ``"log"``.
+        on_hang: what else is done after an error was logged and the dump written. ``"log"``:
+            nothing. ``"abort"``: the process ends by SIGABRT, as after a timeout of NCCL's watchdog
+            in torch, so that the launcher restarts the job. A function: it is called with the
+            error, on a thread of unicoll. None: what ``UNICOLL_ON_HANG`` says, by default
+            ``"log"``.
 
     Raises:
         DistArgumentError: ``on_hang`` is none of these.
@@ -88,13 +101,16 @@ class Watcher:
         self._on_hang: str | Action = "log"
         self._location: TorchStoreLocation | None = None
         self._world: weakref.ref[Any] | None = (
-            None  # torch's default group whose job was joined, or was to be
+            # Torch's default group whose job was joined, or was to be.
+            None
         )
-        self._lock = threading.RLock()  # a signal's handler may destroy groups, too
+        # A signal's handler may destroy groups, too.
+        self._lock = threading.RLock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._undo: Callable[[], None] = lambda: None
-        self._ends = False  # this process, soon
+        # This process, soon.
+        self._ends = False
 
     def start(self, on_hang: str | Action) -> None:
         """Start recording and the thread, once."""
@@ -130,7 +146,8 @@ class Watcher:
         torch_groups.forget()
 
     def _destroying(self, torchs: Any) -> Any:
-        """torch's function; for the default group leave the job first, while torch's store can be used."""
+        """torch's function; for the default group leave the job first, while torch's store can be
+        used."""
 
         def destroy_process_group(group: Any = None) -> None:
             if group is None or group is c10d.GroupMember.WORLD:
@@ -139,10 +156,13 @@ class Watcher:
                         world = c10d.GroupMember.WORLD
                         self._world = (
                             None if world is None else weakref.ref(world)
-                        )  # not to be joined any more
-                        self._close_store()  # this ends an attempt to join
+                            # Not to be joined any more.
+                        )
+                        # This ends an attempt to join.
+                        self._close_store()
                         self._leave()
-                except Exception as error:  # the program must not depend on it
+                except Exception as error:
+                    # The program must not depend on it.
                     self._warn(error)
             torchs(group)
 
@@ -156,7 +176,8 @@ class Watcher:
                 made = torchs(*args, **options)
                 try:
                     torch_groups.add(made[0])
-                except Exception as error:  # the program must not depend on it
+                except Exception as error:
+                    # The program must not depend on it.
                     self._warn(error)
             return made
 
@@ -166,7 +187,8 @@ class Watcher:
         while not self._closing.wait(_FAST_POLL_S if self._ends else _POLL_S):
             try:
                 self._check()
-            except Exception as error:  # the program must not depend on this thread
+            except Exception as error:
+                # The program must not depend on this thread.
                 self._warn(error)
 
     def _warn(self, error: Exception) -> None:
@@ -174,7 +196,12 @@ class Watcher:
         ends = self._location is None or isinstance(error, RankLostError | DistStoreError)
         of_store = isinstance(error, DistNetworkError) and error.op is not None
         level = logging.INFO if ends or of_store else logging.WARNING
-        log.log(level, "torch's groups are not watched: %s", error, exc_info=not isinstance(error, DistError))
+        log.log(
+            level,
+            "torch's groups are not watched: %s",
+            error,
+            exc_info=not isinstance(error, DistError),
+        )
 
     def _check(self) -> None:
         with self._lock:
@@ -192,7 +219,12 @@ class Watcher:
             if job is not None and not job.is_exiting:
                 groups = [torch_groups.find(pg) for pg in [*c10d._world.pg_map]]
                 job.update(
-                    [part for group in groups if group is not None and group.ranks for part in group.parts]
+                    [
+                        part
+                        for group in groups
+                        if group is not None and group.ranks
+                        for part in group.parts
+                    ]
                 )
                 job.compare(at_once=self._ends)
         if job is not None:
@@ -200,7 +232,8 @@ class Watcher:
                 self._act(job.failures.new.popleft())
 
     def _await_cause(self, seconds: float) -> None:
-        """Compare the calls at once, and wait until the cause of a failure is logged; this process is about to end."""
+        """Compare the calls at once, and wait until the cause of a failure is logged; this process
+        is about to end."""
         job = self._job
         if job is None or job.is_exiting:
             return
@@ -208,8 +241,8 @@ class Watcher:
         self._ends, deadline = True, time.monotonic() + seconds
         while not job.failures.logged and time.monotonic() < deadline:
             time.sleep(_FAST_POLL_S)
-        # The thread that has logged it still tells the other ranks, under the lock; if this process ended before that,
-        # they would compare the calls again and log it a second time.
+        # The thread that has logged it still tells the other ranks, under the lock; if this process
+        # ended before that, they would compare the calls again and log it a second time.
         if self._lock.acquire(timeout=_DUMP_S):
             self._lock.release()
         job.await_dumps(_DUMP_S)
@@ -218,15 +251,21 @@ class Watcher:
         if callable(self._on_hang):
             try:
                 self._on_hang(error)
-            except BaseException:  # sys.exit() would end this thread only
+            except BaseException:
+                # sys.exit() would end this thread only.
                 log.exception("the function on_hang of watch() failed")
         elif self._on_hang == "abort":
             os.kill(os.getpid(), signal.SIGABRT)
 
     def _new_world(self) -> tuple[int, int, TorchStoreLocation] | None:
-        """Rank, size and store of torch's default group, if there is another one than before that is to be watched."""
+        """Rank, size and store of torch's default group, if there is another one than before that
+        is to be watched."""
         world = c10d.GroupMember.WORLD
-        if self._world is None if world is None else self._world is not None and self._world() is world:
+        if (
+            self._world is None
+            if world is None
+            else self._world is not None and self._world() is world
+        ):
             return None
         self._close_store()
         self._leave()

@@ -1,8 +1,8 @@
 """The analyser of flight recorder dumps: ``unicoll trace DIRECTORY``.
 
-It reads the ``rank_R.json`` of all ranks, which ``unicoll.dump_flight_recorder()``, SIGUSR1 or a failure has written,
-and prints in one sentence what happened, with the last calls. It writes the calls of all ranks on one clock as a trace
-for https://ui.perfetto.dev.
+It reads the ``rank_R.json`` of all ranks, which ``unicoll.dump_flight_recorder()``, SIGUSR1 or a
+failure has written, and prints in one sentence what happened, with the last calls. It writes the
+calls of all ranks on one clock as a trace for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", help="directory with the files rank_R.json")
-    parser.add_argument("--all", action="store_true", help="print all calls, not only the last ones")
+    parser.add_argument(
+        "--all", action="store_true", help="print all calls, not only the last ones"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--perfetto",
@@ -92,9 +94,14 @@ def _as_text(trace: Trace, diagnoses: Sequence[Diagnosis], path: str, everything
 def _notes(trace: Trace) -> str:
     error = trace.clock_error
     clocks = (
-        f"the ranks' clocks agree within {error:.2g} s" if error is not None else "clocks were not compared"
+        f"the ranks' clocks agree within {error:.2g} s"
+        if error is not None
+        else "clocks were not compared"
     )
-    return f"begun: seconds before the last dump; took: seconds until the end, or the rank's dump; {clocks}"
+    return (
+        "begun: seconds before the last dump; took: seconds until the end, or the rank's dump;"
+        f" {clocks}"
+    )
 
 
 def _as_json(trace: Trace, diagnoses: Sequence[Diagnosis], path: str) -> dict[str, Any]:
@@ -110,7 +117,10 @@ def _as_json(trace: Trace, diagnoses: Sequence[Diagnosis], path: str) -> dict[st
 
 def _dump_facts(dump: Dump) -> dict[str, Any]:
     calls = [
-        {name: getattr(call, name) for name in ("group", "seq", "state", "created", "site", "error")}
+        {
+            name: getattr(call, name)
+            for name in ("group", "seq", "state", "created", "site", "error")
+        }
         | {"call": call.text, "started": call.started or None, "ended": call.ended or None}
         for call in dump.calls
     ]

@@ -23,7 +23,9 @@ _FILE = re.compile(r"rank_\d+\.json$")
 _VERSION = 1
 _MAX_RANKS = 1 << 24
 _PLAIN: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("group", "op", "reduce", "backend", "site", "state", "error", "text"), printable_line),
+    **dict.fromkeys(
+        ("group", "op", "reduce", "backend", "site", "state", "error", "text"), printable_line
+    ),
     **dict.fromkeys(("seq", "root", "peer"), int),
     "blocking": bool,
 }
@@ -32,7 +34,8 @@ _REFUSALS = ("DistArgumentError", "DistTypeError", "BackendUnavailableError")
 
 @dataclass(frozen=True)
 class Call(RecordedCall):
-    """One call: the caller's global rank, and the call as ``text``; times are seconds on rank 0's clock, or 0."""
+    """One call: the caller's global rank, and the call as ``text``; times are seconds on rank 0's
+    clock, or 0."""
 
     rank: int = -1
     text: str = ""
@@ -68,7 +71,8 @@ class Dump:
 
     Attributes:
         written: when, in seconds on rank 0's clock; the wall clock's time is ``wall``.
-        clock_error: seconds by which times of this rank may be wrong relative to rank 0's; None if unknown.
+        clock_error: seconds by which times of this rank may be wrong relative to rank 0's; None if
+            unknown.
         departed: for each rank that has ended, how it ended.
         place: ``file:line`` and function where the main thread is in the user's code, or "".
     """
@@ -91,7 +95,8 @@ class Dump:
 
 @dataclass(frozen=True)
 class Trace:
-    """The dumps of a job by rank, the ranks without one, and a sentence for each file that is not used."""
+    """The dumps of a job by rank, the ranks without one, and a sentence for each file that is not
+    used."""
 
     dumps: dict[int, Dump]
     missing: tuple[int, ...]
@@ -113,7 +118,8 @@ class Trace:
         return dict(sorted(found.items(), key=lambda item: -len(item[1].ranks)))
 
     def collectives(self, group: Group) -> dict[int, dict[int, Call]]:
-        """The collectives of a group by rank and number; waiting calls without a number come after the others."""
+        """The collectives of a group by rank and number; waiting calls without a number come after
+        the others."""
         found: dict[int, dict[int, Call]] = {}
         for rank, dump in self.dumps.items():
             if rank not in group.ranks:
@@ -128,7 +134,8 @@ class Trace:
         return found
 
     def complete_collectives(self) -> Iterator[list[Call]]:
-        """The calls of each collective that all ranks of its group have made, in the group's order of ranks."""
+        """The calls of each collective that all ranks of its group have made, in the group's order
+        of ranks."""
         for group in self.groups.values():
             by_rank = self.collectives(group)
             if by_rank.keys() == set(group.ranks):
@@ -141,8 +148,11 @@ class Trace:
 
     @property
     def clock_error(self) -> float | None:
-        """Seconds by which times of two ranks may be wrong relative to each other; None if unknown."""
-        errors = sorted(-1.0 if d.clock_error is None else d.clock_error for d in self.dumps.values())
+        """Seconds by which times of two ranks may be wrong relative to each other; None if
+        unknown."""
+        errors = sorted(
+            -1.0 if d.clock_error is None else d.clock_error for d in self.dumps.values()
+        )
         return None if errors[0] < 0 else sum(errors[-2:])
 
 
@@ -153,14 +163,17 @@ def read(directory: str) -> Trace:
     """
     skipped: list[str] = []
     contents: dict[str, dict[str, Any]] = {}
-    epochs: dict[str, float] = {}  # of each job: rank 0's wall clock minus its monotonic clock
+    # Of each job: rank 0's wall clock minus its monotonic clock.
+    epochs: dict[str, float] = {}
     for name in sorted(os.listdir(directory)):
         path = os.path.join(directory, name)
         if _FILE.match(name):
             try:
                 content = _load(path)
                 if not content["rank"]:
-                    epochs[content["job"]] = content["written"]["wall"] - content["written"]["monotonic"]
+                    epochs[content["job"]] = (
+                        content["written"]["wall"] - content["written"]["monotonic"]
+                    )
                 contents[path] = content
             except (OSError, *MALFORMED) as error:
                 skipped.append(f"{path} is skipped: {_describe(error)}")
@@ -172,10 +185,16 @@ def read(directory: str) -> Trace:
         except MALFORMED as error:
             skipped.append(f"{path} is skipped: {_describe(error)}")
     if not dumps:
-        raise ValueError("\n".join([f"{directory}: no dump of a flight recorder (rank_R.json)", *skipped]))
+        raise ValueError(
+            "\n".join([f"{directory}: no dump of a flight recorder (rank_R.json)", *skipped])
+        )
     job = max(dumps, key=lambda dump: dump.wall).job
-    skipped += [f"{dump.path} is skipped: it is of another job" for dump in dumps if dump.job != job]
-    used = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.rank) if dump.job == job}
+    skipped += [
+        f"{dump.path} is skipped: it is of another job" for dump in dumps if dump.job != job
+    ]
+    used = {
+        dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.rank) if dump.job == job
+    }
     size = max(dump.world_size for dump in used.values())
     return Trace(used, tuple(sorted(set(range(size)) - used.keys())), tuple(skipped))
 
@@ -209,9 +228,12 @@ def _dump(path: str, content: dict[str, Any], epoch: float | None) -> Dump:
     error: float | None = None
     if clock is not None:
         offset, error = float(clock["offset"]), float(clock["error"])
-    else:  # the wall clocks of hosts mostly agree
+    else:
+        # The wall clocks of hosts mostly agree.
         offset = written["wall"] - written["monotonic"] - epoch if epoch is not None else 0.0
-    main = next((thread["at"] for thread in content["threads"] if thread["main"] and thread["at"]), None)
+    main = next(
+        (thread["at"] for thread in content["threads"] if thread["main"] and thread["at"]), None
+    )
     return Dump(
         path=path,
         rank=rank,
@@ -225,25 +247,34 @@ def _dump(path: str, content: dict[str, Any], epoch: float | None) -> Dump:
         clock_error=error,
         departed={int(gone): printable_line(how) for gone, how in content["departed"].items()},
         groups=tuple(
-            Group(printable_line(g["name"]), tuple(map(int, g["ranks"])), printable_line(g["backends"]))
+            Group(
+                printable_line(g["name"]),
+                tuple(map(int, g["ranks"])),
+                printable_line(g["backends"]),
+            )
             for g in content["groups"]
         ),
         calls=tuple(call_of(rank, call, offset) for call in content["calls"]),
-        place=printable_line(f"{os.path.basename(main['file'])}:{main['line']} in {main['function']}")
-        if main
-        else "",
+        place=(
+            printable_line(f"{os.path.basename(main['file'])}:{main['line']} in {main['function']}")
+            if main
+            else ""
+        ),
     )
 
 
 def call_of(rank: int, entry: dict[str, Any], offset: float = 0.0) -> Call:
-    """A call of a dump, with ``offset`` added to its times; one of MALFORMED if a field is missing or wrong."""
+    """A call of a dump, with ``offset`` added to its times; one of MALFORMED if a field is missing
+    or wrong."""
     values: dict[str, Any] = {name: kind(entry[name]) for name, kind in _PLAIN.items()}
     values["created"] = float(entry["created"]) + offset
     for name in ("started", "ended"):
         values[name] = float(entry[name]) + offset if entry[name] else 0.0
     for side in ("inputs", "outputs"):
         values[side] = tuple((BY_NAME[dtype], tuple(shape)) for dtype, shape in entry[side])
-    tag = None if entry["tag"] is None else int(entry["tag"])  # None: any
-    compression = str(entry.get("compression", ""))  # older dumps have none
+    # None: any.
+    tag = None if entry["tag"] is None else int(entry["tag"])
+    # Older dumps have none.
+    compression = str(entry.get("compression", ""))
     ranks, nbytes = tuple(map(int, entry["ranks"])), int(entry["bytes"])
     return Call(rank=rank, ranks=ranks, nbytes=nbytes, tag=tag, compression=compression, **values)

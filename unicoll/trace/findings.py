@@ -10,14 +10,16 @@ from unicoll.calls.ops import OPS
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
 
 _SLOW_SHARE, _SLOW_S = 0.2, 0.1
-"""A rank is slow if the others wait for it alone for this share of the time, and for this many seconds."""
+"""A rank is slow if the others wait for it alone for this share of the time, and for this many
+seconds."""
 
 
 class Diagnosis(NamedTuple):
     """What happened.
 
     Attributes:
-        kind: "missing_call", "mismatch", "missing_dump", "message", "in_progress", "slow" or "completed".
+        kind: "missing_call", "mismatch", "missing_dump", "message", "in_progress", "slow" or
+            "completed".
         sentence: for people.
         group, seq: of the call, or "" and 0.
         ranks: the ranks that caused it, as far as the dumps show.
@@ -58,7 +60,8 @@ def diagnose(trace: Trace) -> list[Diagnosis]:
 
 
 def _diagnose_group(trace: Trace, group: Group) -> Diagnosis | None:
-    """The first collective of the group that has not completed on all ranks; None if there is none."""
+    """The first collective of the group that has not completed on all ranks; None if there is
+    none."""
     by_rank = trace.collectives(group)
     unfinished = [seq for calls in by_rank.values() for seq, call in calls.items() if call.is_open]
     if not unfinished:
@@ -77,7 +80,10 @@ def _diagnose_group(trace: Trace, group: Group) -> Diagnosis | None:
         return Diagnosis(kind, whole, group.name, seq, tuple(ranks), first.created)
 
     if len(sides := _sides(there.values())) > 1:
-        texts = [f"{name_ranks([c.rank for c in side])} {side[0].text} at {side[0].place}" for side in sides]
+        texts = [
+            f"{name_ranks([c.rank for c in side])} {side[0].text} at {side[0].place}"
+            for side in sides
+        ]
         called = f"the ranks called different operations as #{seq} of group {group.name!r}"
         smallest = min(sides, key=len)
         return diagnosis("mismatch", f"{called}: {'; '.join(texts)}", [c.rank for c in smallest])
@@ -90,21 +96,28 @@ def _diagnose_group(trace: Trace, group: Group) -> Diagnosis | None:
         parts = [called, f"{waited} in it", *[_where(trace, rank) for rank in absent[:4]]]
         return diagnosis("missing_call", "; ".join(parts), absent)
     last = max(there.values(), key=lambda call: call.created)
-    came = f"{name_ranks([last.rank])} was the last, {last.created - first.created:.3g} s after the first"
-    return diagnosis("in_progress", f"all ranks have called {name}; {came}; {waited} in it", [last.rank])
+    came = (
+        f"{name_ranks([last.rank])} was the last, {last.created - first.created:.3g} s after the"
+        " first"
+    )
+    return diagnosis(
+        "in_progress", f"all ranks have called {name}; {came}; {waited} in it", [last.rank]
+    )
 
 
 def _different_lines(by_rank: Mapping[int, Mapping[int, Call]], seq: int) -> list[str]:
-    """From which call on, up to ``seq``, the ranks made each call from different lines, if a rank has skipped a call.
+    """From which call on, up to ``seq``, the ranks made each call from different lines, if a rank
+    has skipped a call.
 
-    After a skipped call a rank's line is that of another rank's next or previous call. Two branches of a condition have
-    different lines, too, but not such ones.
+    After a skipped call a rank's line is that of another rank's next or previous call. Two branches
+    of a condition have different lines, too, but not such ones.
     """
     first: list[Call] = []
     skipped = False
     for number in range(seq, 0, -1):
         calls = [made[number] for made in by_rank.values() if number in made]
-        if number == seq and len(calls) < len(by_rank):  # some have not called it
+        # Some have not called it.
+        if number == seq and len(calls) < len(by_rank):
             continue
         if len({call.place for call in calls}) < 2:
             break
@@ -118,7 +131,10 @@ def _different_lines(by_rank: Mapping[int, Mapping[int, Call]], seq: int) -> lis
     for call in first:
         places[call.place].append(call.rank)
     texts = [f"{name_ranks(ranks)} at {place}" for place, ranks in places.items()]
-    return [f"since {first[0].op} #{first[0].seq} the ranks call from different lines: {'; '.join(texts)}"]
+    return [
+        f"since {first[0].op} #{first[0].seq} the ranks call from different lines:"
+        f" {'; '.join(texts)}"
+    ]
 
 
 def _key(call: Call) -> Any:
@@ -145,13 +161,16 @@ def _diagnose_messages(trace: Trace) -> Diagnosis | None:
     waiting.sort(key=lambda call: call.created)
     first = waiting[0]
     parts = [
-        f"rank {c.rank} has waited for {_seconds(trace, c):.3g} s in {c.text} of group {c.group!r} at {c.place}"
+        f"rank {c.rank} has waited for {_seconds(trace, c):.3g} s in {c.text} of group {c.group!r}"
+        f" at {c.place}"
         for c in waiting[:4]
     ]
     ranks = {c.rank for c in waiting}
     peers = {c.ranks[c.peer] for c in waiting[:4] if c.peer >= 0} - ranks
     parts += [_where(trace, rank) for rank in sorted(peers & trace.dumps.keys())]
-    parts += [_no_dump(trace, sorted(peers - trace.dumps.keys()))] if peers - trace.dumps.keys() else []
+    parts += (
+        [_no_dump(trace, sorted(peers - trace.dumps.keys()))] if peers - trace.dumps.keys() else []
+    )
     return Diagnosis(
         "message", "; ".join(parts), first.group, 0, tuple(sorted(peers or ranks)), first.created
     )
@@ -167,7 +186,11 @@ def _where(trace: Trace, rank: int) -> str:
         return f"rank {rank} is in {call.text}{number} of group {call.group!r} at {call.place}"
     if rank in trace.departed:
         return trace.departed[rank]
-    return f"rank {rank} is at {dump.place}" if dump.place else f"rank {rank} is in no code of the user"
+    return (
+        f"rank {rank} is at {dump.place}"
+        if dump.place
+        else f"rank {rank} is in no code of the user"
+    )
 
 
 def _no_dump(trace: Trace, ranks: Sequence[int]) -> str:

@@ -1,4 +1,5 @@
-"""The calls of all ranks as a trace in Chrome's format, which https://ui.perfetto.dev and chrome://tracing show."""
+"""The calls of all ranks as a trace in Chrome's format, which https://ui.perfetto.dev and
+chrome://tracing show."""
 
 from __future__ import annotations
 
@@ -17,21 +18,27 @@ def write(trace: Trace, path: str) -> None:
 
 
 def chrome_trace(trace: Trace) -> Event:
-    """One process per rank, a track per group and one for messages; more tracks where calls overlap.
+    """One process per rank, a track per group and one for messages; more tracks where calls
+    overlap.
 
-    Times are microseconds since the first call, on rank 0's clock. A call that has not ended lasts until its rank's
-    dump. An arrow leads from the rank that makes a collective first to the others.
+    Times are microseconds since the first call, on rank 0's clock. A call that has not ended lasts
+    until its rank's dump. An arrow leads from the rank that makes a collective first to the others.
     """
     calls = [call for dump in trace.dumps.values() for call in dump.calls]
     begin = min((call.created for call in calls), default=0.0)
     events: list[Event] = []
-    arrivals: dict[tuple[str, int], list[tuple[Call, int]]] = {}  # of each collective: calls and their tracks
-    numbers: dict[str, int] = {}  # of the track titles, equal in all ranks
+    # Of each collective: calls and their tracks.
+    arrivals: dict[tuple[str, int], list[tuple[Call, int]]] = {}
+    # Of the track titles, equal in all ranks.
+    numbers: dict[str, int] = {}
     for rank, dump in trace.dumps.items():
         title = f"rank {rank} ({dump.host}, pid {dump.pid})"
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": title}})
-        events.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
-        free: dict[str, list[float]] = {}  # for each title: when its tracks are free
+        events.append(
+            {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+        )
+        # For each title: when its tracks are free.
+        free: dict[str, list[float]] = {}
         for call in sorted(dump.calls, key=lambda call: call.created):
             end = call.ended or dump.written
             track = _track(call, free, end)
@@ -41,7 +48,13 @@ def chrome_trace(trace: Trace) -> Event:
                 free[f"{rank} {track}"] = []
                 shown = {"name": track}
                 events.append(
-                    {"ph": "M", "pid": rank, "tid": numbers[track], "name": "thread_name", "args": shown}
+                    {
+                        "ph": "M",
+                        "pid": rank,
+                        "tid": numbers[track],
+                        "name": "thread_name",
+                        "args": shown,
+                    }
                 )
             events.append(_slice(call, begin, end, numbers[track]))
             if call.seq and not call.is_message:

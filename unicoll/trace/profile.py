@@ -1,7 +1,9 @@
-"""``with unicoll.profile(directory)``: what the calls of a job cost, and which rank the others waited for.
+"""``with unicoll.profile(directory)``: what the calls of a job cost, and which rank the others
+waited for.
 
-At the end of the block rank 0 gets the flight recorders of all ranks, and writes their dumps, a summary, a trace for
-Perfetto (https://ui.perfetto.dev) and, where matplotlib is installed, a plot of time by operation and waiting by rank.
+At the end of the block rank 0 gets the flight recorders of all ranks, and writes their dumps, a
+summary, a trace for Perfetto (https://ui.perfetto.dev) and, where matplotlib is installed, a plot
+of time by operation and waiting by rank.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Wait:
-    """The call of a late rank, that rank's previous one, and from when to when the other ranks waited, by rank."""
+    """The call of a late rank, that rank's previous one, and from when to when the other ranks
+    waited, by rank."""
 
     call: Call
     previous: Call | None
@@ -62,7 +65,8 @@ class Wait:
 
 @dataclass
 class Totals:
-    """All calls of one operation on one group, of all ranks. Time in several calls of a rank at once counts once.
+    """All calls of one operation on one group, of all ranks. Time in several calls of a rank at
+    once counts once.
 
     Attributes:
         calls: number of calls on one rank (the largest, if ranks differ).
@@ -143,11 +147,13 @@ def _finish(made: Profile, directory: Path, file: TextIO | None) -> None:
 def profile(
     directory: str | os.PathLike[str], *, calls: int = 100_000, file: Any = sys.stderr
 ) -> AbstractContextManager[Profile]:
-    """Measure the calls of all ranks in a ``with`` block, which all ranks of the job enter and leave.
+    """Measure the calls of all ranks in a ``with`` block, which all ranks of the job enter and
+    leave.
 
-    At its end rank 0 prints a summary by operation (calls, bytes, time, bandwidth, for whom ranks waited) and writes
-    into ``directory``: ``summary.txt``, ``trace.json`` for Perfetto, ``profile.svg`` if matplotlib is installed, and
-    the dumps ``rank_R.json``. If the block raises, nothing is written.
+    At its end rank 0 prints a summary by operation (calls, bytes, time, bandwidth, for whom ranks
+    waited) and writes into ``directory``: ``summary.txt``, ``trace.json`` for Perfetto,
+    ``profile.svg`` if matplotlib is installed, and the dumps ``rank_R.json``. If the block raises,
+    nothing is written.
 
     Args:
         directory: made on rank 0 if it does not exist.
@@ -157,7 +163,8 @@ def profile(
     Raises:
         NotInitializedError: there is no default group.
         DistArgumentError: ``calls`` is not positive.
-        OSError: on rank 0, if ``directory`` cannot be made; at the end, if a file cannot be written.
+        OSError: on rank 0, if ``directory`` cannot be made; at the end, if a file cannot be
+            written.
     """
     job = world.current("profile")
     if calls < 1:
@@ -168,15 +175,15 @@ def profile(
     return _measured(path, calls, file)
 
 
-# --- which rank waited for which ------------------------------------------------------------------------------------
+# --- which rank waited for which ------------------------------------------------------------------
 
 
 def find_waits(trace: Trace) -> list[Wait]:
     """The waits that are longer than the clocks of two ranks may differ, longest first.
 
-    A rank waits in a collective until the last of the ranks that have made it before the rank's own call ended; a rank
-    that needs no other one (the root of a broadcast, for example) ends before the others come. A receive waits for the
-    send.
+    A rank waits in a collective until the last of the ranks that have made it before the rank's own
+    call ended; a rank that needs no other one (the root of a broadcast, for example) ends before
+    the others come. A receive waits for the send.
     """
     error = trace.clock_error or 0.0
     previous = _previous_calls(trace)
@@ -193,7 +200,9 @@ def totals(trace: Trace, waits: Iterable[Wait]) -> list[Totals]:
                 by_rank[call.op, call.group][call.rank].append(call)
     found = {}
     for (op, group), ranks in by_rank.items():
-        seconds = sum(_covered((call.created, call.ended) for call in calls) for calls in ranks.values())
+        seconds = sum(
+            _covered((call.created, call.ended) for call in calls) for calls in ranks.values()
+        )
         found[op, group] = Totals(
             op,
             group,
@@ -242,7 +251,9 @@ def _previous_calls(trace: Trace) -> dict[int, Call]:
 
 def _collectives(trace: Trace) -> Iterator[list[Call]]:
     """The calls of each collective of which all ranks' are there."""
-    return (calls for calls in trace.complete_collectives() if len({call.op for call in calls}) == 1)
+    return (
+        calls for calls in trace.complete_collectives() if len({call.op for call in calls}) == 1
+    )
 
 
 def _messages(trace: Trace) -> Iterator[list[Call]]:
@@ -267,7 +278,8 @@ def _messages(trace: Trace) -> Iterator[list[Call]]:
                 receives[call.group, peer, call.rank, call.tag].append(call)
     for key, sent in sends.items():
         received = receives.get(key, [])
-        if len(sent) == len(received) and (key[0], key[2]) not in unordered:  # else some were dropped
+        # Else some were dropped.
+        if len(sent) == len(received) and (key[0], key[2]) not in unordered:
             yield from (list(pair) for pair in zip(sent, received, strict=True))
 
 
@@ -288,7 +300,7 @@ def _wait(calls: Sequence[Call], error: float, previous: Mapping[int, Call]) -> 
     return Wait(late, previous.get(id(late)), found) if late is not None else None
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def summary(trace: Trace, found: Sequence[Totals], waits: Sequence[Wait]) -> str:
@@ -334,12 +346,15 @@ def _late(waits: Sequence[Wait]) -> list[str]:
         after = ""
         if before is not None:
             pauses = [
-                w.call.created - (w.previous.ended or w.call.created) for w in some if w.previous is not None
+                w.call.created - (w.previous.ended or w.call.created)
+                for w in some
+                if w.previous is not None
             ]
             after = f", {median(pauses) * 1e3:.1f} ms after {before.op} at {before.place}"
         lines.append(
-            f"  {ranks} waited {total * 1e3:.1f} ms (at most {some[0].longest * 1e3:.1f} ms) in {calls} for rank"
-            f" {call.rank} in {call.text} of group {call.group!r}: rank {call.rank} called it at {call.place}{after}"
+            f"  {ranks} waited {total * 1e3:.1f} ms (at most {some[0].longest * 1e3:.1f} ms) in"
+            f" {calls} for rank {call.rank} in {call.text} of group {call.group!r}: rank"
+            f" {call.rank} called it at {call.place}{after}"
         )
     return lines
 
@@ -353,7 +368,9 @@ def _plot(found: Sequence[Totals], path: Path) -> None:
     moving = [total.seconds - total.waiting for total in found]
     waiting = [total.waiting for total in found]
     times.bar(names, moving, color="#444444", label="moving data")
-    times.bar(names, waiting, bottom=moving, color="#bbbbbb", hatch="//", label="waiting for other ranks")
+    times.bar(
+        names, waiting, bottom=moving, color="#bbbbbb", hatch="//", label="waiting for other ranks"
+    )
     times.set_ylabel("seconds, mean of the ranks")
     times.tick_params(axis="x", labelrotation=30)
     times.legend()
@@ -362,7 +379,9 @@ def _plot(found: Sequence[Totals], path: Path) -> None:
         for rank, seconds in total.waited_for.items():
             by_rank[rank] = by_rank.get(rank, 0.0) + seconds
     ranks.bar(
-        [str(rank) for rank in sorted(by_rank)], [by_rank[rank] for rank in sorted(by_rank)], color="#444444"
+        [str(rank) for rank in sorted(by_rank)],
+        [by_rank[rank] for rank in sorted(by_rank)],
+        color="#444444",
     )
     ranks.set_xlabel("late rank")
     ranks.set_ylabel("seconds for which others waited")

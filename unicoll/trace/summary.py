@@ -1,14 +1,16 @@
-"""Calls, bytes and estimated time of recorded calls or of a dry run, added up by operation and group.
+"""Calls, bytes and estimated time of recorded calls or of a dry run, added up by operation and
+group.
 
-``python -m unicoll.trace.summary --dry-run --world-size 256 train.py ...`` runs a program as one rank of a job of any
-size with the backend ``fake`` (:mod:`unicoll.backend.host.fake`) and prints the table; with flight recorder dumps, or
-their directory, in place of a program it prints the sums over those. :func:`add_up` and :func:`dry_run_summary` return
-it.
+``python -m unicoll.trace.summary --dry-run --world-size 256 train.py ...`` runs a program as one
+rank of a job of any size with the backend ``fake`` (:mod:`unicoll.backend.host.fake`) and prints
+the table; with flight recorder dumps, or their directory, in place of a program it prints the sums
+over those. :func:`add_up` and :func:`dry_run_summary` return it.
 
-Rounds and bytes are those of docs/scaling.md for the rank that sends most, with one rank per host and the algorithms of
-the CPU backend ("Over sockets"), with the call's compression. The time of a call is ``latency * rounds + bytes sent /
-bandwidth``; a receive takes as long as its send. It is an estimate for a network without congestion, of calls one after
-another: without computation, overlap, or waiting for other ranks. Coalesced calls are counted one by one.
+Rounds and bytes are those of docs/scaling.md for the rank that sends most, with one rank per host
+and the algorithms of the CPU backend ("Over sockets"), with the call's compression. The time of a
+call is ``latency * rounds + bytes sent / bandwidth``; a receive takes as long as its send. It is an
+estimate for a network without congestion, of calls one after another: without computation, overlap,
+or waiting for other ranks. Coalesced calls are counted one by one.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _SEGMENT = 256 << 10
 _CIRCULANT, _CIRCULANT_BLOCK = 4 << 20, 64 << 10
 _HEADER = 32
 _CHUNKS, _CHUNK_LEAST, _CHUNK_MOST, _CHUNKS_MOST = 8, 1 << 15, 1 << 17, 1 << 19
-"""Of a compressed block: usual number, limits of their elements, and of those of the chunks to all ranks together."""
+"""Of a compressed block: usual number, limits of their elements, and of those of the chunks to all
+ranks together."""
 
 _LISTS = {Sizes.GATHERED_FLAT: Sizes.GATHERED, Sizes.SCATTERED_FLAT: Sizes.SCATTERED}
 """The relation of sizes of lists that hold the same data as one array."""
@@ -60,7 +63,8 @@ class Network:
 
 
 class Cost(NamedTuple):
-    """The cost of one call: messages in the longest chain, and bytes that the rank sends that sends most."""
+    """The cost of one call: messages in the longest chain, and bytes that the rank sends that sends
+    most."""
 
     rounds: int
     sent: int
@@ -97,7 +101,8 @@ class Summary:
     def total(self) -> Line:
         """The sums over all lines; its group is "", its number of ranks the largest."""
         sums = (
-            sum(getattr(line, name) for line in self.lines) for name in ("calls", "nbytes", "sent", "seconds")
+            sum(getattr(line, name) for line in self.lines)
+            for name in ("calls", "nbytes", "sent", "seconds")
         )
         return Line("total", "", max((line.ranks for line in self.lines), default=0), *sums)
 
@@ -109,15 +114,21 @@ class Summary:
                 (op, line.group, str(line.ranks), str(line.calls))
                 + (_bytes(line.nbytes), _bytes(line.sent), _seconds(line.seconds))
             )
-        heading = f"latency {_seconds(self.network.latency)}, bandwidth {_bytes(self.network.bandwidth)}/s"
+        heading = (
+            f"latency {_seconds(self.network.latency)}, bandwidth"
+            f" {_bytes(self.network.bandwidth)}/s"
+        )
         return "\n".join([heading, *aligned(rows, right=range(2, 7))])
 
 
-def add_up(calls: Iterable[Recorded | tuple[Recorded, int]], network: Network | None = None) -> Summary:
+def add_up(
+    calls: Iterable[Recorded | tuple[Recorded, int]], network: Network | None = None
+) -> Summary:
     """The table of recorded calls (:func:`unicoll.diagnosis.recorder_contents.recorded_calls`).
 
     Args:
-        calls: each one alone, or with the number of times that it was made; failed ones do not count.
+        calls: each one alone, or with the number of times that it was made; failed ones do not
+            count.
         network: for the times; None is 20 us and 10 GB/s.
     """
     network = network or Network()
@@ -128,7 +139,9 @@ def add_up(calls: Iterable[Recorded | tuple[Recorded, int]], network: Network | 
             continue
         found = _cost_of(call)
         key = call.op, call.group, call.compression
-        line = lines.setdefault(key, Line(call.op, call.group, len(call.ranks), compression=call.compression))
+        line = lines.setdefault(
+            key, Line(call.op, call.group, len(call.ranks), compression=call.compression)
+        )
         line.calls += number
         line.nbytes += number * call.nbytes
         line.sent += number * (found.sent if call.op != "recv" else 0)
@@ -137,7 +150,8 @@ def add_up(calls: Iterable[Recorded | tuple[Recorded, int]], network: Network | 
 
 
 def dry_run_summary(network: Network | None = None) -> Summary:
-    """The table of all calls since ``init_process_group("fake")``, however many; also after the job's end."""
+    """The table of all calls since ``init_process_group("fake")``, however many; also after the
+    job's end."""
     return add_up(fake.counts(), network)
 
 
@@ -151,7 +165,7 @@ def from_dump(content: dict[str, Any]) -> list[Call]:
         ) from error
 
 
-# --- the cost of a call ---------------------------------------------------------------------------------------------
+# --- the cost of a call ---------------------------------------------------------------------------
 
 
 def _cost_of(call: Recorded) -> Cost:
@@ -174,15 +188,17 @@ def _total(arrays: Sequence[ArrayKind]) -> int:
 
 
 def cost(op: str, n: int, size: int, wide: int = 1) -> Cost:
-    """The cost of one call, by the table "Over sockets" of docs/scaling.md; of the default reductions.
+    """The cost of one call, by the table "Over sockets" of docs/scaling.md; of the default
+    reductions.
 
-    An operation that the CPU backend does by a fallback is taken for one of its own with arrays of the same sizes.
+    An operation that the CPU backend does by a fallback is taken for one of its own with arrays of
+    the same sizes.
 
     Args:
         op: name of the operation.
         n: number of ranks.
-        size: bytes of the array of an operation in place, or of a message, otherwise of the block that a rank sends to,
-            or receives from, each other rank.
+        size: bytes of the array of an operation in place, or of a message, otherwise of the block
+            that a rank sends to, or receives from, each other rank.
         wide: bytes of a partial sum for each byte of an element: 2 for float16 and bfloat16.
     """
     row = OPS[op]
@@ -205,7 +221,8 @@ def cost(op: str, n: int, size: int, wide: int = 1) -> Cost:
 
 
 def _moves(row: Op) -> tuple[Sizes, bool, bool, bool]:
-    """What rows have in common that move the same data: one array or a list, by a backend or by a fallback."""
+    """What rows have in common that move the same data: one array or a list, by a backend or by a
+    fallback."""
     return _LISTS.get(row.sizes, row.sizes), row.rooted, row.reduces, row.prefix
 
 
@@ -215,7 +232,8 @@ def compressed_cost(n: int, size: int, compression: str, dtype: DType) -> Cost:
         return cost("all_reduce", n, size)
     most = max(BLOCK, min(_CHUNK_MOST, _CHUNKS_MOST // (n - 1) // BLOCK * BLOCK))
     units = -(-size // dtype.itemsize // BLOCK)
-    least, more = divmod(units, n)  # each rank's block has this many units, those of some ranks one more
+    # Each rank's block has this many units, those of some ranks one more.
+    least, more = divmod(units, n)
     longest = (least + bool(more)) * BLOCK
     chunk = min(longest, most, max(_CHUNK_LEAST, -(-longest // _CHUNKS // BLOCK) * BLOCK))
     nbytes = codec_for(compression, dtype.storage).nbytes
@@ -223,7 +241,9 @@ def compressed_cost(n: int, size: int, compression: str, dtype: DType) -> Cost:
     def sent(elements: int) -> int:
         return elements // chunk * nbytes(chunk) + nbytes(elements % chunk)
 
-    contributions = ((more or n) - 1) * sent(longest) + (n - more if more else 0) * sent(least * BLOCK)
+    contributions = ((more or n) - 1) * sent(longest) + (n - more if more else 0) * sent(
+        least * BLOCK
+    )
     chunks = -(-longest // chunk)
     k = (n - 1).bit_length()
     rounds = (n - 1) * (chunks + 2 if chunks > 1 else 2)
@@ -263,7 +283,7 @@ def _gathered(n: int, block: int) -> Cost:
     return Cost(rounds, (n - 1) * block)
 
 
-# --- numbers with units ---------------------------------------------------------------------------------------------
+# --- numbers with units ---------------------------------------------------------------------------
 
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _SIZES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -293,7 +313,7 @@ def _rate(text: str) -> float:
     return float(match[1]) * _SIZES[match[2]] / (8 if match[3] == "bit" else 1)
 
 
-# --- command line ---------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -301,13 +321,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m unicoll.trace.summary", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--dry-run", action="store_true", help="run a program with the backend fake")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run a program with the backend fake"
+    )
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks of the dry run")
     parser.add_argument("--rank", type=int, default=0, help="rank of the dry run (default 0)")
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks of each host (default 1)")
+    parser.add_argument(
+        "--nproc-per-node", type=int, default=1, help="ranks of each host (default 1)"
+    )
     parser.add_argument("--latency", type=_time, default=Network.latency, help="of a round (20us)")
-    parser.add_argument("--bandwidth", type=_rate, default=Network.bandwidth, help="of a rank (10GB/s)")
-    parser.add_argument("what", nargs=argparse.REMAINDER, help="dumps, or a program and its arguments")
+    parser.add_argument(
+        "--bandwidth", type=_rate, default=Network.bandwidth, help="of a rank (10GB/s)"
+    )
+    parser.add_argument(
+        "what", nargs=argparse.REMAINDER, help="dumps, or a program and its arguments"
+    )
     options = parser.parse_args(argv)
     network = Network(options.latency, options.bandwidth)
     if not options.what:

@@ -18,7 +18,8 @@ _Row = tuple[str, ...]
 
 
 def tables(trace: Trace, diagnosis: Diagnosis, everything: bool = False) -> str:
-    """A table for each group: the calls around the failed one, or its last calls, or with ``everything`` all calls."""
+    """A table for each group: the calls around the failed one, or its last calls, or with
+    ``everything`` all calls."""
     parts = []
     for group in trace.groups.values():
         rows = _collectives(trace, group, diagnosis, everything)
@@ -33,9 +34,13 @@ def _collectives(trace: Trace, group: Group, diagnosis: Diagnosis, everything: b
     by_rank = trace.collectives(group)
     numbers = sorted({seq for calls in by_rank.values() for seq in calls})
     if not everything:
-        unfinished = [seq for calls in by_rank.values() for seq, call in calls.items() if call.is_open]
+        unfinished = [
+            seq for calls in by_rank.values() for seq, call in calls.items() if call.is_open
+        ]
         center = (
-            diagnosis.seq if diagnosis.group == group.name and diagnosis.seq else min(unfinished, default=0)
+            diagnosis.seq
+            if diagnosis.group == group.name and diagnosis.seq
+            else min(unfinished, default=0)
         )
         if center:
             numbers = [seq for seq in numbers if center - _BEFORE <= seq <= center + _AFTER]
@@ -52,7 +57,9 @@ def _collectives(trace: Trace, group: Group, diagnosis: Diagnosis, everything: b
 
 
 def _messages(trace: Trace, group: Group, everything: bool) -> list[_Row]:
-    calls = [c for d in trace.dumps.values() for c in d.calls if c.group == group.name and c.is_message]
+    calls = [
+        c for d in trace.dumps.values() for c in d.calls if c.group == group.name and c.is_message
+    ]
     calls.sort(key=lambda call: (call.is_open, call.created))
     if not everything:
         calls = calls[-_MESSAGES:]
@@ -97,7 +104,8 @@ def _aligned(rows: Sequence[_Row]) -> list[str]:
 def aligned(
     rows: Sequence[Sequence[str]], right: Collection[int], widths: Sequence[int] | None = None
 ) -> list[str]:
-    """Lines with the cells of rows in columns, of which those in ``right`` are aligned at the right.
+    """Lines with the cells of rows in columns, of which those in ``right`` are aligned at the
+    right.
 
     Cells that are longer than ``widths`` are cut; None is the widths of the longest cells.
     """

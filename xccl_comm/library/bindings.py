@@ -1,7 +1,8 @@
 """oneCCL by ctypes, with the signatures of ``oneapi/ccl.h`` 2022.1.
 
-Since 2022 oneCCL has a C API with NCCL's functions, whose numbers of element types and reductions are NCCL's. A plug-in
-moves the data: the one for GPUs, or the one for the CPU, which ``CCL_PLUGIN`` chooses.
+Since 2022 oneCCL has a C API with NCCL's functions, whose numbers of element types and reductions
+are NCCL's. A plug-in moves the data: the one for GPUs, or the one for the CPU, which ``CCL_PLUGIN``
+chooses.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _OPTIONS = ("cga_cluster_size", "min_ctas", "max_ctas", "net_name", "split_share
 def defaults(variables: Mapping[str, str]) -> Iterator[None]:
     """Environment variables for oneCCL within the block, unless the user has set them.
 
-    They are removed afterwards: a torch for XPU in this process, and child processes, have a oneCCL of their own.
+    They are removed afterwards: a torch for XPU in this process, and child processes, have a oneCCL
+    of their own.
     """
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
@@ -84,7 +86,8 @@ DIRECT = {
     "redop_destroy": "onecclRedOpDestroy",
     "comm_deregister": "onecclCommDeregister",
 }
-"""Methods of the interface that are the library's functions as they are; their arguments are positional."""
+"""Methods of the interface that are the library's functions as they are; their arguments are
+positional."""
 SYMBOLS = DIRECT | {
     "version": "onecclGetVersion",
     "last_error": "onecclGetLastError",
@@ -98,8 +101,8 @@ SYMBOLS = DIRECT | {
 }
 """The library's function of a method.
 
-oneCCL's windows are not used, since it has no puts. onecclCommAbort is not among the functions: up to 2022.1 it only
-returns onecclNotImplemented. There is no onecclCommGetAsyncError.
+oneCCL's windows are not used, since it has no puts. onecclCommAbort is not among the functions: up
+to 2022.1 it only returns onecclNotImplemented. There is no onecclCommGetAsyncError.
 """
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     **{method: arguments for method, arguments in bindings.ARGUMENTS.items() if method in SYMBOLS},
@@ -125,7 +128,8 @@ class OneCCL(bindings.Bindings):
     peer_errors = PEER_ERRORS
     log_hint = "CCL_LOG_LEVEL=info in the environment makes oneCCL log more"
     full_capability = (0, 0)
-    splits_by_key = False  # 2022.1 has the argument and ignores it
+    # 2022.1 has the argument and ignores it.
+    splits_by_key = False
     scales_one_rank = True
     sets_up_one_sided = False
     symbols = SYMBOLS
@@ -147,7 +151,8 @@ class OneCCL(bindings.Bindings):
         for name in ("cgaClusterSize", "minCTAs", "maxCTAs", "splitShare"):
             setattr(made, name, _UNDEFINED)
         made.blocking = 1
-        made.multiThreaded = 1  # groups' operations are issued by threads of their own
+        # Groups' operations are issued by threads of their own.
+        made.multiThreaded = 1
         return made
 
     def has(self, method: str) -> bool:
@@ -178,7 +183,10 @@ class OneCCL(bindings.Bindings):
         return ""
 
     def connection_hint(self, addresses: Sequence[str]) -> str:
-        return "CCL_KVS_IFACE chooses oneCCL's network interface; CCL_LOG_LEVEL=info logs the addresses"
+        return (
+            "CCL_KVS_IFACE chooses oneCCL's network interface; CCL_LOG_LEVEL=info logs the"
+            " addresses"
+        )
 
 
 class XpuOneCCL(OneCCL):

@@ -1,8 +1,9 @@
 """oneCCL with its plug-in for the CPU: calls on host memory, which the thread of a stream makes.
 
-The plug-in does not wait for group calls: what is called between onecclGroupStart and onecclGroupEnd returns before it
-is done, and nothing tells its end. So the collectives of a group call are called one after another here, and its
-messages to and from each rank by one thread per rank and direction.
+The plug-in does not wait for group calls: what is called between onecclGroupStart and
+onecclGroupEnd returns before it is done, and nothing tells its end. So the collectives of a group
+call are called one after another here, and its messages to and from each rank by one thread per
+rank and direction.
 """
 
 from __future__ import annotations
@@ -16,13 +17,22 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from unicoll.arrays.types import DType, Reduction
-from unicoll.device_collectives.interface import AVG, SUCCESS, SUM, Config, HandleSlot, NativeReduction
+from unicoll.device_collectives.interface import (
+    AVG,
+    SUCCESS,
+    SUM,
+    Config,
+    HandleSlot,
+    NativeReduction,
+)
 from xccl_comm.host_runtime import HostRuntime
 from xccl_comm.library.bindings import DIRECT, SYMBOLS, OneCCL, defaults
 
 _SETTINGS = {
-    "CCL_ATL_TRANSPORT": "ofi",  # else mpiexec's variables have it start MPI
-    "CCL_YIELD": "sleep",  # else threads that wait use a whole core: an all_reduce of 2 ranks on 2 cores took seconds
+    # Else mpiexec's variables have it start MPI.
+    "CCL_ATL_TRANSPORT": "ofi",
+    # Else threads that wait use a whole core: an all_reduce of 2 ranks on 2 cores took seconds.
+    "CCL_YIELD": "sleep",
 }
 """Environment variables of oneCCL, which reads them when the first id or communicator is made."""
 _COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -56,7 +66,14 @@ class HostOneCCL(OneCCL):
     """
 
     device_type = "cpu"
-    direct = frozenset(DIRECT) - {*_COLLECTIVES, "send", "recv", "group_start", "group_end", "comm_destroy"}
+    direct = frozenset(DIRECT) - {
+        *_COLLECTIVES,
+        "send",
+        "recv",
+        "group_start",
+        "group_end",
+        "comm_destroy",
+    }
 
     def __init__(self, library: Any, path: str) -> None:
         super().__init__(library, path)
@@ -81,7 +98,8 @@ class HostOneCCL(OneCCL):
         found = super().reduction(dtype, reduction, capability)
         if found is None or found.has_factor:
             return None
-        return found._replace(op=SUM) if found.op == AVG else found  # the backend divides
+        # The backend divides.
+        return found._replace(op=SUM) if found.op == AVG else found
 
     def unique_id(self) -> tuple[int, bytes]:
         with defaults(_SETTINGS):

@@ -1,4 +1,5 @@
-"""libccl: that of the process, the wheel ``oneccl``, oneAPI's folders; with its plug-in for GPUs or for the CPU."""
+"""libccl: that of the process, the wheel ``oneccl``, oneAPI's folders; with its plug-in for GPUs or
+for the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _GPU, _CPU = "ONECCL_LEGACY", "ONECCL_LEGACY_CPU"
 _CPU_FILE = "libccl_legacy_cpu.so"
 _NEEDED_BY_GPU = ("libfabric.so.1", "libccl.so.1")
 _NEEDED_BY_CPU = ("libfabric.so.1", "ccl/cpu/lib/libccl.so.1", "libccl.so.1")
-"""What a plug-in loads by name. The wheels' folder is not on the linker's path, so it is loaded by path first."""
+"""What a plug-in loads by name. The wheels' folder is not on the linker's path, so it is loaded by
+path first."""
 
 
 def serves_xpu() -> bool:
@@ -62,14 +64,18 @@ def _bind_for_host(library: Any, path: str) -> CollectiveLibrary | str:
     except OSError as e:
         return f"oneCCL's plug-in for the CPU cannot be loaded: {e}"
     if _maps_sycl() and not had_sycl:
-        return f"oneCCL's plug-in for the CPU has loaded the build of libccl.so.1 for GPUs ({folder})"
-    # mypy does not see the functions that are bound by name; tests check them against the interface.
+        return (
+            f"oneCCL's plug-in for the CPU has loaded the build of libccl.so.1 for GPUs ({folder})"
+        )
+    # mypy does not see the functions that are bound by name; tests check them against the
+    # interface.
     return cast(CollectiveLibrary, HostOneCCL(library, path))
 
 
 def _load(folder: Path, names: Iterable[str]) -> None:
     for name in names:
-        with suppress(OSError):  # then the linker's path has it, or the plug-in cannot be loaded
+        # Then the linker's path has it, or the plug-in cannot be loaded.
+        with suppress(OSError):
             ctypes.CDLL(str(folder / name))
 
 

@@ -1,9 +1,9 @@
 """The listener of a process, shared by all groups, and its connections, made on first use.
 
-A connection belongs to a (group, kind, peer). Collectives and point-to-point messages are separate kinds, so that no
-group and no late receiver blocks another; a kind with a number at its end is a further connection of that kind. Either
-side may connect. If both connect at once, the connection of the higher rank is used, and the other one is refused with
-"busy".
+A connection belongs to a (group, kind, peer). Collectives and point-to-point messages are separate
+kinds, so that no group and no late receiver blocks another; a kind with a number at its end is a
+further connection of that kind. Either side may connect. If both connect at once, the connection of
+the higher rank is used, and the other one is refused with "busy".
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ Key = tuple[str, str, int]
 _ACCEPTED, _BUSY, _CLOSED = b"A", b"B", b"C"
 _TICK_S = 0.1
 _DEPARTURE_S = 1.5
-"""Seconds to wait for the notice of a peer's end; the relay may have ended, too, and is then replaced first."""
+"""Seconds to wait for the notice of a peer's end; the relay may have ended, too, and is then
+replaced first."""
 _HANDSHAKE_S, _ATTEMPTS = 1.5, 20
 """Seconds for a handshake after the peer's first bytes, and the number of attempts."""
 _PER_RANK, _SPARE = 2, 256
-"""Descriptors reserved: for the connections to each rank, and for all other files of the program."""
+"""Descriptors reserved: for the connections to each rank, and for all other files of the
+program."""
 
 
 class _Addresses(NamedTuple):
@@ -88,7 +90,8 @@ class _Listener(FrameServer):
             raise ValueError(f"rank {client.rank} claims to be rank {key[2]}")
         reply = self._admit(key)
         sock = self.detach(client)
-        with suppress(OSError):  # the peer has closed the connection; the thread that uses it gets the error
+        # The peer has closed the connection; the thread that uses it gets the error.
+        with suppress(OSError):
             sock.sendall(reply)
         if reply == _ACCEPTED:
             self._deliver(key, sock)
@@ -107,9 +110,11 @@ class Endpoint:
         self._directory: dict[int, _Addresses] = {}
         wanted = environment.number("UNICOLL_SOCKET_CONNECTIONS")
         self._dialing: set[Key] = set()
-        self._arriving: set[Key] = set()  # accepted, not yet in the table
+        # Accepted, not yet in the table.
+        self._arriving: set[Key] = set()
         self._closed_groups: set[str] = set()
-        self._unanswered: dict[Key, Address] = {}  # of attempts to connect
+        # Of attempts to connect.
+        self._unanswered: dict[Key, Address] = {}
         self._message_engines: dict[str, Callable[[int, Connection], None]] = {}
         self._listener = _Listener(job, self._admit, self._deliver)
         try:
@@ -121,7 +126,8 @@ class Endpoint:
 
     @classmethod
     def of(cls, job: Job) -> Endpoint:
-        """The endpoint of this process in a job of several, made on first use and closed with the job."""
+        """The endpoint of this process in a job of several, made on first use and closed with the
+        job."""
         endpoint: Endpoint = job.shared("endpoint", lambda: cls(job))
         return endpoint
 
@@ -148,7 +154,8 @@ class Endpoint:
             sock.close()
 
     def listen(self, group: str, arrived: Callable[[int, Connection], None]) -> None:
-        """Call ``arrived(peer's global rank, socket)`` for every connection of a group's messages, whoever made it."""
+        """Call ``arrived(peer's global rank, socket)`` for every connection of a group's messages,
+        whoever made it."""
         with self._changed.lock:
             self._message_engines[group] = arrived
             present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, MESSAGES)]
@@ -169,9 +176,9 @@ class Endpoint:
 
         Args:
             check: called every 0.1 s while waiting; raises to stop the wait (deadline, failure).
-            postpone: called with ``check`` while another thread connects, or the peer does not know what the connection
-                is for; raises to stop the wait. Later the peer may already send on the connection, and would lose what
-                it has sent.
+            postpone: called with ``check`` while another thread connects, or the peer does not know
+                what the connection is for; raises to stop the wait. Later the peer may already send
+                on the connection, and would lose what it has sent.
 
         Raises:
             RankLostError: the peer has ended or left.
@@ -181,7 +188,8 @@ class Endpoint:
             with self._changed.lock:
                 if key in self._open:
                     return self._open[key]
-                # One thread dials: when the first of two ended, its peer's connection would be accepted, too.
+                # One thread dials: when the first of two ended, its peer's connection would be
+                # accepted, too.
                 dial = key not in self._arriving and key not in self._dialing
                 if dial:
                     self._dialing.add(key)
@@ -201,9 +209,10 @@ class Endpoint:
                 raise self._with_address(error, key) from None
             if found is not None:
                 return found
-            # the peer may have refused this one because it had not yet noticed the end of an earlier one
+            # the peer may have refused this one because it had not yet noticed the end of an
+            # earlier one
 
-    # --- accepting ------------------------------------------------------------------------------------------
+    # --- accepting --------------------------------------------------------------------------------
 
     def _admit(self, key: Key) -> bytes:
         with self._changed.lock:
@@ -230,7 +239,8 @@ class Endpoint:
             arrived(key[2], sock)
 
     def _await_connection(self, key: Key, check: Callable[[], None]) -> Connection | None:
-        """The connection that either side is making, after waiting a tick at most; None if it is not there yet."""
+        """The connection that either side is making, after waiting a tick at most; None if it is
+        not there yet."""
         found = self._changed.wait_for(lambda: self._open.get(key), _TICK_S)
         if found is not None:
             return found
@@ -240,12 +250,15 @@ class Endpoint:
         self._check_alive(key[2])
         return None
 
-    # --- connecting -----------------------------------------------------------------------------------------
+    # --- connecting -------------------------------------------------------------------------------
 
-    def _dial(self, key: Key, check: Callable[[], None], postpone: Callable[[], None]) -> Connection | None:
+    def _dial(
+        self, key: Key, check: Callable[[], None], postpone: Callable[[], None]
+    ) -> Connection | None:
         """Connect to the peer; None if the peer's own connection is used instead.
 
-        If the peer stops answering within the handshake (a stopped process, for example), the attempt is repeated.
+        If the peer stops answering within the handshake (a stopped process, for example), the
+        attempt is repeated.
         """
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -274,12 +287,14 @@ class Endpoint:
                 sock = guard(socket.create_connection((host, port), 1.0))
                 break
             except TimeoutError:
-                with self._changed.lock:  # another thread may read them for a report
+                # Another thread may read them for a report.
+                with self._changed.lock:
                     self._unanswered[key] = address
             except OSError as e:
                 self._connect_failed(key, address, e)
                 return None
-        deadline: float | None = None  # of the handshake, while it lasts
+        # Of the handshake, while it lasts.
+        deadline: float | None = None
         try:
             # the kernel accepts for a stopped process, which sends nothing
             self._await_readable(sock, peer, check_all)
@@ -302,8 +317,13 @@ class Endpoint:
         except (OSError, EOFError, DistNetworkError) as e:
             sock.close()
             if deadline is None and isinstance(e, DistError):
-                raise  # by the check, or since the peer has ended
-            if deadline is not None and time.monotonic() >= deadline and not isinstance(e, EOFError):
+                # By the check, or since the peer has ended.
+                raise
+            if (
+                deadline is not None
+                and time.monotonic() >= deadline
+                and not isinstance(e, EOFError)
+            ):
                 raise _SlowError(f"rank {peer} stopped answering within the handshake") from e
             if isinstance(e, AuthenticationError) and not isinstance(e, handshake.NoAnswerError):
                 raise
@@ -316,7 +336,9 @@ class Endpoint:
             return connection
         sock.close()
         if answer == _CLOSED and not self._peer_connected(key):
-            reason = self._departure(peer, check) or f"{self._who(peer)} has closed the group {group!r}"
+            reason = (
+                self._departure(peer, check) or f"{self._who(peer)} has closed the group {group!r}"
+            )
             raise RankLostError(reason, group=group, rank=peer)
         return None
 
@@ -326,28 +348,37 @@ class Endpoint:
         return found[(first_link(group, self._job.rank, peer) + lane) % len(found)][1]
 
     def _links(self, peer: int, check: Callable[[], None]) -> list[tuple[Address, Address]]:
-        """The links to a peer, as address of this rank and of the peer; both compute the same ones."""
+        """The links to a peer, as address of this rank and of the peer; both compute the same
+        ones."""
         own, theirs = self._own.addresses, self._addresses(peer, check).addresses
         if self._job.rank < peer:
             found = links(own, theirs)
         else:
             found = [(mine, other) for other, mine in links(theirs, own)]
-        return [(mine, other._replace(host=in_zone_of(mine.host, other.host))) for mine, other in found]
+        return [
+            (mine, other._replace(host=in_zone_of(mine.host, other.host))) for mine, other in found
+        ]
 
     def connections_to(self, peer: int, check: Callable[[], None]) -> int:
-        """How many connections a large message to or from a peer uses; both ranks compute the same number."""
+        """How many connections a large message to or from a peer uses; both ranks compute the same
+        number."""
         theirs = self._addresses(peer, check)
         return max(len(self._links(peer, check)), min(theirs.connections, self._own.connections))
 
     def describe(self, peer: int, sock: Connection) -> str:
         """A connection to a peer, for errors: addresses and interfaces of both ends."""
         theirs = self._directory.get(peer)
-        return endpoints(sock, self._own.addresses, theirs.addresses if theirs else (), f"rank {peer}")
+        return endpoints(
+            sock, self._own.addresses, theirs.addresses if theirs else (), f"rank {peer}"
+        )
 
     def unanswered(self, group: str) -> list[str]:
-        """The addresses to which this rank cannot make the connections of a group, because they do not answer."""
+        """The addresses to which this rank cannot make the connections of a group, because they do
+        not answer."""
         with self._changed.lock:
-            found = {(key[2], address) for key, address in self._unanswered.items() if key[0] == group}
+            found = {
+                (key[2], address) for key, address in self._unanswered.items() if key[0] == group
+            }
         lines = [f"no answer from rank {peer} at {address}" for peer, address in sorted(found)]
         return [*lines[:-1], f"{lines[-1]} (behind a firewall: {FIREWALL_HINT})"] if lines else []
 
@@ -379,7 +410,8 @@ class Endpoint:
         return found
 
     def _peer_connected(self, key: Key) -> bool:
-        """True if the peer has connected meanwhile (it may have ended again; its data can still be read)."""
+        """True if the peer has connected meanwhile (it may have ended again; its data can still be
+        read)."""
         with self._changed.lock:
             return key in self._open or key in self._arriving
 
@@ -392,18 +424,24 @@ class Endpoint:
         if reason is not None:
             raise RankLostError(reason, rank=peer) from error
         raise DistNetworkError(
-            f"{self._who(peer)} cannot be reached at {address}: {error} (behind a firewall: {FIREWALL_HINT})",
+            f"{self._who(peer)} cannot be reached at {address}: {error} (behind a firewall:"
+            f" {FIREWALL_HINT})",
             rank=peer,
         ) from error
 
     def _with_address(self, error: OperationTimeoutError, key: Key) -> OperationTimeoutError:
-        """The error of a message whose connection was not made in time; those of collectives have all ranks' links."""
+        """The error of a message whose connection was not made in time; those of collectives have
+        all ranks' links."""
         address = self._unanswered.get(key)
         if address is None or error.seq is not None:
             return error
-        named = copy.copy(error)  # it may be the group's
+        # It may be the group's.
+        named = copy.copy(error)
         named.args = (
-            f"{error}; no answer from rank {key[2]} at {address} (behind a firewall: {FIREWALL_HINT})",
+            (
+                f"{error}; no answer from rank {key[2]} at {address} (behind a firewall:"
+                f" {FIREWALL_HINT})"
+            ),
         )
         return named
 

@@ -1,4 +1,5 @@
-"""TCP connections between the members of a group, for backends whose library does not connect the ranks by itself."""
+"""TCP connections between the members of a group, for backends whose library does not connect the
+ranks by itself."""
 
 from __future__ import annotations
 
@@ -17,19 +18,22 @@ from unicoll.net.wire.records import TamperedError
 _TICK_S = 0.1
 
 Read = Callable[[int], bytearray]
-"""``read(size)`` returns the next ``size`` bytes of a connection; EOFError or OSError when the connection has ended."""
+"""``read(size)`` returns the next ``size`` bytes of a connection; EOFError or OSError when the
+connection has ended."""
 
 
 class MemberConnections:
-    """TCP connections between the members of a group, each made when one of its two ranks first sends.
+    """TCP connections between the members of a group, each made when one of its two ranks first
+    sends.
 
-    Both ends are authenticated: they have proved the job's key and their ranks. UNICOLL_CHANNEL protects the data.
+    Both ends are authenticated: they have proved the job's key and their ranks. UNICOLL_CHANNEL
+    protects the data.
 
     Args:
         backend: of the group.
-        receive: called with a member's rank in the group and a function that reads from the connection to that member,
-            on a thread for each connection; reads until EOFError or OSError. Another exception, and data that fails the
-            integrity check, fail the group.
+        receive: called with a member's rank in the group and a function that reads from the
+            connection to that member, on a thread for each connection; reads until EOFError or
+            OSError. Another exception, and data that fails the integrity check, fail the group.
     """
 
     def __init__(self, backend: HostBackend, receive: Callable[[int, Read], None]) -> None:
@@ -43,7 +47,8 @@ class MemberConnections:
             self._endpoint.listen(self._group, self._connected)
 
     def connect(self, call: Call, deadline: float) -> Connection:
-        """The connection to the peer of a send; its ``send`` raises TimeoutError if it makes no progress for 0.1 s.
+        """The connection to the peer of a send; its ``send`` raises TimeoutError if it makes no
+        progress for 0.1 s.
 
         Raises:
             OperationTimeoutError: the peer has not answered by the deadline.
@@ -78,7 +83,8 @@ class MemberConnections:
             error = operation_errors.tampered_error(context, context.ranks[peer], e)
             self._backend.abort(operation_errors.announce(context, error))
         except (OSError, EOFError):
-            pass  # sends and receives notice by HostBackend.check
+            # Sends and receives notice by HostBackend.check.
+            pass
         except BaseException as e:
             self._backend.thread_failed(e)
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class BlockingP2P:
     """Sends and receives by a function that blocks until one of them is done.
 
-    A blocking call runs on the caller's thread, one in the background on a thread of its own. Sends to one peer run one
-    after another, and so do receives of one peer and tag; all others run at the same time. A receive from any member
-    is not ordered with receives from a certain one.
+    A blocking call runs on the caller's thread, one in the background on a thread of its own. Sends
+    to one peer run one after another, and so do receives of one peer and tag; all others run at the
+    same time. A receive from any member is not ordered with receives from a certain one.
     """
 
     def __init__(self, name: str, execute: Execute) -> None:
@@ -33,8 +33,10 @@ class BlockingP2P:
         self._execute = execute
         self._lock = threading.Lock()
         self._waiting: dict[
-            tuple[int, int | None], deque[HostCompletion]
-        ] = {}  # behind the one that runs, by _order(call)
+            tuple[int, int | None],
+            deque[HostCompletion],
+            # Behind the one that runs, by _order(call).
+        ] = {}
 
     def run(self, call: Call) -> None:
         """Send or receive; return when the array may be used again."""
@@ -56,7 +58,9 @@ class BlockingP2P:
 
     def iprobe(self, call: Call) -> bool:
         """A function that blocks cannot do this."""
-        raise BackendUnavailableError(f"{call.op.name}: not over a function that blocks", op=call.op.name)
+        raise BackendUnavailableError(
+            f"{call.op.name}: not over a function that blocks", op=call.op.name
+        )
 
     def _is_next(self, completion: HostCompletion) -> bool:
         """True if nothing is before a send or receive; else it is queued."""
@@ -137,7 +141,9 @@ class MessagesToSelf(BlockingP2P):
             buffer = call.inputs[0]
             assert buffer.flat is not None
             assert call.tag is not None
-            self._inbox.put(call.peer, call.tag, buffer.dtype.code, bytearray(buffer.flat.view(np.uint8)))
+            self._inbox.put(
+                call.peer, call.tag, buffer.dtype.code, bytearray(buffer.flat.view(np.uint8))
+            )
 
     def iprobe(self, call: Call) -> bool:
         return self._inbox.iprobe(call)

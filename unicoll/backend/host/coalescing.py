@@ -14,7 +14,8 @@ from unicoll.calls.validation import sign
 
 
 def merge_all_reduces(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """The calls with neighbouring all_reduces of one dtype and reduction merged over a flat copy, as one operation."""
+    """The calls with neighbouring all_reduces of one dtype and reduction merged over a flat copy,
+    as one operation."""
     if len(calls) == 1:
         return tuple(calls)
     merged: list[Call] = []
@@ -33,7 +34,8 @@ def _mergeable(a: Call, b: Call) -> bool:
         a.op is b.op is OPS["all_reduce"]
         and a.dtype is b.dtype
         and a.reduce == b.reduce
-        and not a.compression  # a block of a codec must not have elements of two arrays
+        # A block of a codec must not have elements of two arrays.
+        and not a.compression
         and a.inputs[0].flat is not None
         and b.inputs[0].flat is not None
     )

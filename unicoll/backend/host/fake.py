@@ -1,23 +1,28 @@
-"""The backend ``fake``: calls are checked, numbered and counted, and return at once; nothing is exchanged.
+"""The backend ``fake``: calls are checked, numbered and counted, and return at once; nothing is
+exchanged.
 
-For dry runs: one process runs the program of any rank of a world of any size. torch.distributed has a backend of this
-name and purpose. A call leaves what it would if every other rank had passed the same arrays as this one:
+For dry runs: one process runs the program of any rank of a world of any size. torch.distributed has
+a backend of this name and purpose. A call leaves what it would if every other rank had passed the
+same arrays as this one:
 
-=====================================================  ===========================================================
-operations                                             outputs of arrays in host memory
-=====================================================  ===========================================================
-reductions (``all_reduce``, ``reduce`` on the root)    the reduction of n equal arrays: SUM n times the input, AVG,
+=====================================================
+=========================================================== operations
+outputs of arrays in host memory =====================================================
+=========================================================== reductions (``all_reduce``, ``reduce``
+on the root)    the reduction of n equal arrays: SUM n times the input, AVG,
                                                        MIN and MAX the input
-prefix reductions (``scan``, ``exscan``)               the reduction of rank + 1, of rank equal arrays
-reductions of parts (``reduce_scatter``)               the reduction of n times the own part of the input
-gathers (``all_gather``, ``gather`` on the root)       n copies of the input
-``scatter`` on the root                                the own entry of the list
-exchanges (``all_to_all``)                             n copies of what the input has for this rank
-all else (``broadcast``, ``recv``)                     unchanged
-=====================================================  ===========================================================
+prefix reductions (``scan``, ``exscan``)               the reduction of rank + 1, of rank equal
+arrays reductions of parts (``reduce_scatter``)               the reduction of n times the own part
+of the input gathers (``all_gather``, ``gather`` on the root)       n copies of the input
+``scatter`` on the root                                the own entry of the list exchanges
+(``all_to_all``)                             n copies of what the input has for this rank all else
+(``broadcast``, ``recv``)                     unchanged
+=====================================================
+===========================================================
 
-n is the size of the group. Of an output that is larger than what is copied the rest is unchanged; of a smaller one, the
-copy is cut. A receive from any rank comes from the next one. Arrays on a device are never written.
+n is the size of the group. Of an output that is larger than what is copied the rest is unchanged;
+of a smaller one, the copy is cut. A receive from any rank comes from the next one. Arrays on a
+device are never written.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ _lock = threading.Lock()
 
 
 def counts() -> list[tuple[CallKind, int]]:
-    """What was called how often since the last ``init_process_group("fake")``, whatever the flight recorder keeps.
+    """What was called how often since the last ``init_process_group("fake")``, whatever the flight
+    recorder keeps.
 
     Calls count as equal if group, operation, arrays, reduction, compression and root are.
     """
@@ -102,9 +108,13 @@ class FakeBackend(Backend):
             with _lock:
                 self._sequence = call.seq = self._sequence + 1
         elif self._context.size == 1:
-            raise DistArgumentError(f"{call.op.name}: the group has size 1: no peer", op=call.op.name)
+            raise DistArgumentError(
+                f"{call.op.name}: the group has size 1: no peer", op=call.op.name
+            )
         elif call.op is _RECV:
-            call.source = call.peer if call.peer >= 0 else (self._context.rank + 1) % self._context.size
+            call.source = (
+                call.peer if call.peer >= 0 else (self._context.rank + 1) % self._context.size
+            )
 
     def _do(self, call: Call) -> None:
         if call.outputs and not call.op.message and call.outputs[0].flat is not None:
@@ -177,16 +187,19 @@ def _cut(array: Flat, counts: Sequence[int]) -> list[Flat]:
 
 
 def _reduce(call: Call, values: Flat, ranks: int, out: Flat) -> None:
-    """The reduction of ``ranks`` equal arrays in about log2(ranks) steps: reductions are associative."""
+    """The reduction of ``ranks`` equal arrays in about log2(ranks) steps: reductions are
+    associative."""
     assert call.reduce is not None
     kernel = kernel_for(call.outputs[0].dtype, call.reduce)
     if kernel.average:
         out[...] = values
         return
-    if kernel.at_once:  # the number of ranks times the array, rounded once
+    # The number of ranks times the array, rounded once.
+    if kernel.at_once:
         kernel_for(call.outputs[0].dtype, ReduceOp.PREMUL_SUM(ranks)).combine([values], out)
         return
-    power = np.empty(values.size, kernel.acc)  # of 1, 2, 4... of the arrays
+    # Of 1, 2, 4... of the arrays.
+    power = np.empty(values.size, kernel.acc)
     kernel.begin(power, values)
     result = None
     while ranks:

@@ -96,7 +96,8 @@ class _FallbackAdapter(HostBackend):
         return self._inner.grow(context)
 
     def _await_calls(self) -> None:
-        """Wait for the calls before a split, which may be an operation of all members in the order of their calls."""
+        """Wait for the calls before a split, which may be an operation of all members in the order
+        of their calls."""
         if not self.queue.in_callback:
             self.queue.idle(self.context.timeout)
 

@@ -1,11 +1,14 @@
-"""Collectives for backends that lack them, over the operations that they have. One small function per algorithm.
+"""Collectives for backends that lack them, over the operations that they have. One small function
+per algorithm.
 
-A fallback is a function ``fallback(ops, call)``, found in :data:`FALLBACKS` by the name of the operation. It moves data
-by :class:`GroupOps`: either over sends and receives (:class:`MessageOps`), or over a collective that moves data
-(:class:`CollectiveOps`). Reductions combine the ranks' arrays in rank order on the CPU (:mod:`unicoll.arrays.kernels`).
+A fallback is a function ``fallback(ops, call)``, found in :data:`FALLBACKS` by the name of the
+operation. It moves data by :class:`GroupOps`: either over sends and receives (:class:`MessageOps`),
+or over a collective that moves data (:class:`CollectiveOps`). Reductions combine the ranks' arrays
+in rank order on the CPU (:mod:`unicoll.arrays.kernels`).
 
-:func:`perform` first compares the calls of all ranks: it raises CollectiveMismatchError on all of them where operation,
-dtype, shape, reduction, root or sizes differ. That exchange is a barrier, too: no rank returns before all have entered.
+:func:`perform` first compares the calls of all ranks: it raises CollectiveMismatchError on all of
+them where operation, dtype, shape, reduction, root or sizes differ. That exchange is a barrier,
+too: no rank returns before all have entered.
 """
 
 from __future__ import annotations
@@ -34,11 +37,13 @@ if TYPE_CHECKING:
 TAG = INTERNAL_TAGS[0]
 """Tag of the messages of fallbacks."""
 _SMALL = 1 << 14
-"""Bytes up to which a reduction gathers all arrays on every rank instead of reducing them in parts."""
+"""Bytes up to which a reduction gathers all arrays on every rank instead of reducing them in
+parts."""
 _SEGMENT = 1 << 18
 """Bytes of an array that a scan handles at once."""
 _ROUND = -9
-"""Marks the signatures of the collectives of :class:`GroupOps`; see also :mod:`unicoll.backend.host.size_agreement`."""
+"""Marks the signatures of the collectives of :class:`GroupOps`; see also
+:mod:`unicoll.backend.host.size_agreement`."""
 _FAILURE_S = 3.0
 """How long the other ranks wait for the error that rank 0 writes."""
 _UINT8 = BY_NAME["uint8"]
@@ -47,13 +52,14 @@ _GATHERS = ("all_gather_into_tensor", "all_gather", "broadcast")
 """Collectives that move data, the best one first; :class:`CollectiveOps` needs one of them."""
 
 
-# --- moving data ----------------------------------------------------------------------------------------------------
+# --- moving data ----------------------------------------------------------------------------------
 
 
 class GroupOps(ABC):
     """The operations that a fallback is made of, for one call.
 
-    Arrays are contiguous, 1-D, of any NumPy dtype. Every call has to be made by all ranks of the group.
+    Arrays are contiguous, 1-D, of any NumPy dtype. Every call has to be made by all ranks of the
+    group.
 
     Attributes:
         call: the call that the fallback does.
@@ -76,17 +82,18 @@ class GroupOps(ABC):
 
     @abstractmethod
     def exchange(self, sends: Mapping[int, Flat], receives: Mapping[int, Flat]) -> None:
-        """One round of messages: ``sends[peer]`` goes to a member, ``receives[peer]`` is filled by one.
+        """One round of messages: ``sends[peer]`` goes to a member, ``receives[peer]`` is filled by
+        one.
 
-        Both sides name arrays of the same number of bytes. A rank that sends and receives nothing in a round takes part
-        with empty mappings. No rank names itself.
+        Both sides name arrays of the same number of bytes. A rank that sends and receives nothing
+        in a round takes part with empty mappings. No rank names itself.
         """
 
     def all_gather(self, mine: Flat) -> Flat:
         """A new array whose row r is rank r's ``mine``, which has one size and dtype on all ranks.
 
-        By the backend's own collective if it has one: a backend compares its own collectives, so it also finds a rank
-        that calls one of them while this rank does a fallback.
+        By the backend's own collective if it has one: a backend compares its own collectives, so it
+        also finds a rank that calls one of them while this rank does a fallback.
         """
         rows = np.empty((self.size, mine.size), mine.dtype)
         given, taken = mine.view(np.uint8), [row.view(np.uint8) for row in rows]
@@ -130,7 +137,9 @@ class MessageOps(GroupOps):
     def exchange(self, sends: Mapping[int, Flat], receives: Mapping[int, Flat]) -> None:
         backend = self._backend
         outgoing = [self._message("send", peer, flat) for peer, flat in sends.items() if flat.size]
-        incoming = [self._message("recv", peer, flat) for peer, flat in receives.items() if flat.size]
+        incoming = [
+            self._message("recv", peer, flat) for peer, flat in receives.items() if flat.size
+        ]
         if not incoming:
             for message in outgoing:
                 backend.run(message)
@@ -142,7 +151,8 @@ class MessageOps(GroupOps):
             completion.wait(None)
 
     def all_gather(self, mine: Flat) -> Flat:
-        """Dissemination (Bruck et al., 1997): ceil(log2 size) rounds, each of which doubles what a rank has."""
+        """Dissemination (Bruck et al., 1997): ceil(log2 size) rounds, each of which doubles what a
+        rank has."""
         if self._gather:
             return super().all_gather(mine)
         rows = np.empty((self.size, mine.size), mine.dtype)
@@ -167,13 +177,15 @@ class MessageOps(GroupOps):
 
 
 class CollectiveOps(GroupOps):
-    """Over one of the backend's collectives that move data, which gives every rank the arrays of all."""
+    """Over one of the backend's collectives that move data, which gives every rank the arrays of
+    all."""
 
     def exchange(self, sends: Mapping[int, Flat], receives: Mapping[int, Flat]) -> None:
         lengths = np.zeros(self.size, np.int64)
         for peer, flat in sends.items():
             lengths[peer] = flat.nbytes
-        table = self.all_gather(lengths)  # table[i, j]: bytes from rank i to rank j
+        # Table[i, j]: bytes from rank i to rank j.
+        table = self.all_gather(lengths)
         packed = np.zeros(int(table.sum(axis=1).max()), np.uint8)
         start = 0
         for peer in sorted(sends):
@@ -186,7 +198,8 @@ class CollectiveOps(GroupOps):
 
 
 def available(caps: Caps) -> frozenset[str]:
-    """Names of the operations of a backend with these capabilities: native ones, and those with a fallback."""
+    """Names of the operations of a backend with these capabilities: native ones, and those with a
+    fallback."""
     moves_data = caps.native >= _MESSAGES or not caps.native.isdisjoint(_GATHERS)
     if caps.fallbacks and "cpu" in caps.devices and moves_data:
         return caps.native | FALLBACKS.keys()
@@ -199,7 +212,7 @@ def group_ops(backend: HostBackend, call: Call) -> GroupOps:
     return kind(backend, call)
 
 
-# --- agreement ------------------------------------------------------------------------------------------------------
+# --- agreement ------------------------------------------------------------------------------------
 
 
 def perform(ops: GroupOps, call: Call) -> None:
@@ -231,7 +244,8 @@ def _agree(ops: GroupOps, call: Call) -> None:
 
 
 def _sizes_number(call: Call) -> int:
-    """A number that is equal on all ranks and not negative if the sizes that signatures do not cover fit together."""
+    """A number that is equal on all ranks and not negative if the sizes that signatures do not
+    cover fit together."""
     if call.op.root_has_sizes:
         return shape_hash(call)
     if call.op.sizes is not Sizes.EXCHANGED:
@@ -241,7 +255,8 @@ def _sizes_number(call: Call) -> int:
 
 
 def _mismatch(ops: GroupOps, call: Call, peer: int, seq: int) -> DistError:
-    """The error of calls that differ: all ranks know, the first one writes it, and the others wait for that."""
+    """The error of calls that differ: all ranks know, the first one writes it, and the others wait
+    for that."""
     control = ops.context.job.control
     if ops.rank and control is not None:
         failure = control.group_failure(ops.context.name, _FAILURE_S)
@@ -250,7 +265,7 @@ def _mismatch(ops: GroupOps, call: Call, peer: int, seq: int) -> DistError:
     return operation_errors.mismatch_error(ops.context, call, peer, seq)
 
 
-# --- building blocks ------------------------------------------------------------------------------------------------
+# --- building blocks ------------------------------------------------------------------------------
 
 
 def flat_of(buffer: Buffer) -> Flat:
@@ -285,7 +300,8 @@ def exchange_parts(ops: GroupOps, sources: Sequence[Flat], targets: Sequence[Fla
     """Pairwise exchange: the j-th source of rank i becomes the i-th target of rank j."""
     peers = [(ops.rank + distance) % ops.size for distance in range(1, ops.size)]
     ops.exchange({p: sources[p] for p in peers}, {p: targets[p] for p in peers})
-    if targets[ops.rank] is not sources[ops.rank]:  # which may be read-only
+    # Which may be read-only.
+    if targets[ops.rank] is not sources[ops.rank]:
         targets[ops.rank][:] = sources[ops.rank]
 
 
@@ -298,14 +314,15 @@ def ring_all_gather(ops: GroupOps, parts: Sequence[Flat]) -> None:
 
 
 def reduce_parts(ops: GroupOps, kernel: Kernel, parts: Sequence[Flat], out: Flat) -> None:
-    """Every rank reduces one part: ``out`` becomes the reduction of all ranks' ``parts[rank]``, in rank order."""
+    """Every rank reduces one part: ``out`` becomes the reduction of all ranks' ``parts[rank]``, in
+    rank order."""
     own = parts[ops.rank]
     arrived = [own if r == ops.rank else np.empty_like(own) for r in range(ops.size)]
     exchange_parts(ops, parts, arrived)
     kernel.combine(arrived, out)
 
 
-# --- the collectives ------------------------------------------------------------------------------------------------
+# --- the collectives ------------------------------------------------------------------------------
 
 
 def barrier(ops: GroupOps, call: Call) -> None:
@@ -324,7 +341,8 @@ def broadcast(ops: GroupOps, call: Call) -> None:
 
 
 def all_reduce(ops: GroupOps, call: Call) -> None:
-    """Small arrays: every rank reduces all. Larger ones: every rank reduces one part, then a ring gathers the parts."""
+    """Small arrays: every rank reduces all. Larger ones: every rank reduces one part, then a ring
+    gathers the parts."""
     kernel, source, out = kernel_of(call), flat_of(call.inputs[0]), flat_of(call.outputs[0])
     if source.nbytes <= _SMALL:
         kernel.combine([*ops.all_gather(source)], out)
@@ -340,7 +358,12 @@ def reduce(ops: GroupOps, call: Call) -> None:
     parts = even_parts(source, ops.size)
     result = np.empty_like(parts[ops.rank])
     reduce_parts(ops, kernel_of(call), parts, result)
-    _gather(ops, call.root, result, even_parts(flat_of(call.outputs[0]), ops.size) if call.outputs else ())
+    _gather(
+        ops,
+        call.root,
+        result,
+        even_parts(flat_of(call.outputs[0]), ops.size) if call.outputs else (),
+    )
 
 
 def reduce_scatter(ops: GroupOps, call: Call) -> None:
@@ -393,7 +416,8 @@ def all_to_all(ops: GroupOps, call: Call) -> None:
 
 
 def scan(ops: GroupOps, call: Call) -> None:
-    """Every rank sends its array to the ranks after it, which reduce in rank order, segment by segment."""
+    """Every rank sends its array to the ranks after it, which reduce in rank order, segment by
+    segment."""
     flat, kernel = flat_of(call.outputs[0]), kernel_of(call)
     step = max(1, _SEGMENT // flat.itemsize)
     for start in range(0, flat.size, step):
@@ -418,5 +442,7 @@ def one_rank(call: Call) -> None:
 
 
 Fallback = Callable[[GroupOps, Call], None]
-FALLBACKS: dict[str, Fallback] = {row.name: globals()[row.fallback] for row in OPS.values() if row.fallback}
+FALLBACKS: dict[str, Fallback] = {
+    row.name: globals()[row.fallback] for row in OPS.values() if row.fallback
+}
 """The fallback of each collective, as its row of the table names it."""

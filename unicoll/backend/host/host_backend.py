@@ -1,4 +1,5 @@
-"""Base of the backends for arrays in host memory: order, numbers, asynchronous calls, fallbacks, failure, shutdown."""
+"""Base of the backends for arrays in host memory: order, numbers, asynchronous calls, fallbacks,
+failure, shutdown."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class MessageEngine(Protocol):
         """Send or receive in the background."""
 
     def iprobe(self, call: Call) -> bool:
-        """True if a message that a probe matches has come; never blocks. Only of backends with ``probe``."""
+        """True if a message that a probe matches has come; never blocks. Only of backends with
+        ``probe``."""
 
     def abort(self) -> None:
         """Make every pending call raise the error with which the group has ended; any thread."""
@@ -68,10 +70,12 @@ class MessageEngine(Protocol):
 
 
 class HostBackend(ObservedBackend):
-    """A backend of arrays in host memory. Subclasses define :meth:`execute`, and usually ``abort`` and ``close``.
+    """A backend of arrays in host memory. Subclasses define :meth:`execute`, and usually ``abort``
+    and ``close``.
 
-    Calls of operations in ``caps.native`` go to :meth:`execute`, those of other collectives to a fallback. Collectives
-    are executed one at a time in the order of the calls; sends and receives go to the message engine.
+    Calls of operations in ``caps.native`` go to :meth:`execute`, those of other collectives to a
+    fallback. Collectives are executed one at a time in the order of the calls; sends and receives
+    go to the message engine.
 
     Args:
         p2p: sends and receives; None calls :meth:`execute` for them, see :class:`BlockingP2P`.
@@ -90,7 +94,8 @@ class HostBackend(ObservedBackend):
         super().__init__(context, state)
         state = self.state
         self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, lambda: state.error)
-        self._departed: dict[int, float] = {}  # ranks that are lost, and when a waiting call first saw that
+        # Ranks that are lost, and when a waiting call first saw that.
+        self._departed: dict[int, float] = {}
         self._p2p: MessageEngine
         if p2p is not None:
             self._p2p = p2p
@@ -112,10 +117,11 @@ class HostBackend(ObservedBackend):
 
     @abstractmethod
     def execute(self, call: Call) -> None:
-        """Do one native operation, and return when its arrays may be used again; ends with ``call.write_back()``.
+        """Do one native operation, and return when its arrays may be used again; ends with
+        ``call.write_back()``.
 
-        Collectives come one at a time. Sends and receives come at any time, on several threads, unless the backend has
-        a :class:`MessageEngine` of its own.
+        Collectives come one at a time. Sends and receives come at any time, on several threads,
+        unless the backend has a :class:`MessageEngine` of its own.
         """
 
     @property
@@ -130,7 +136,7 @@ class HostBackend(ObservedBackend):
     def executing_backend(self) -> HostBackend:
         return self
 
-    # --- calls -------------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
         execute = self._collectives.get(call.op.name)
@@ -164,7 +170,8 @@ class HostBackend(ObservedBackend):
         return parts[0] if len(parts) == 1 else CombinedCompletion(tuple(calls), parts)
 
     def run_with(self, call: Call, execute: Execute) -> None:
-        """Number a collective and execute it by another function, in its place among the calls of the group."""
+        """Number a collective and execute it by another function, in its place among the calls of
+        the group."""
         self.queue.run(execute, call)
 
     def post_with(self, calls: tuple[Call, ...], execute: Execute) -> Completion:
@@ -172,11 +179,13 @@ class HostBackend(ObservedBackend):
         return self.queue.post(calls, execute, self.needs_thread(calls[0]))
 
     def needs_thread(self, call: Call) -> bool:
-        """True for a collective in the background that only the queue's thread may execute, not one that waits."""
+        """True for a collective in the background that only the queue's thread may execute, not one
+        that waits."""
         return False
 
     def perform(self, call: Call) -> None:
-        """Execute a collective within the one that the queue executes now, by the backend or by a fallback."""
+        """Execute a collective within the one that the queue executes now, by the backend or by a
+        fallback."""
         self._collectives[call.op.name](call)
 
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
@@ -196,9 +205,11 @@ class HostBackend(ObservedBackend):
         return buffer.flat.reshape(buffer.shape)
 
     def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
-        """:meth:`symmetric_empty`; ``execute`` executes each of its exchanges in its place among the group's calls.
+        """:meth:`symmetric_empty`; ``execute`` executes each of its exchanges in its place among
+        the group's calls.
 
-        A backend that uses this one (:meth:`set_delegate`) passes a function that calls :meth:`perform`.
+        A backend that uses this one (:meth:`set_delegate`) passes a function that calls
+        :meth:`perform`.
         """
         return super().symmetric_empty(shape, dtype)
 
@@ -210,7 +221,8 @@ class HostBackend(ObservedBackend):
         try:
             fallbacks.perform(fallbacks.group_ops(self, call), call)
             call.write_back()
-        except DistArgumentError:  # the root's refusal, which all ranks raise
+        except DistArgumentError:
+            # The root's refusal, which all ranks raise.
             raise
         except OperationTimeoutError:
             self.fail(state.error or operation_errors.timeout_error(self.context, call))
@@ -223,17 +235,19 @@ class HostBackend(ObservedBackend):
         finally:
             state.last, state.call = call.ended, previous
 
-    # --- failure -----------------------------------------------------------------------------------------------------
+    # --- failure ----------------------------------------------------------------------------------
 
     def fail(self, error: DistError) -> NoReturn:
-        """End the group with an error: announce it to all members, and raise the one that all of them raise."""
+        """End the group with an error: announce it to all members, and raise the one that all of
+        them raise."""
         if self.state.error is None:
-            # a subclass may wake what waits; messages end on the control thread, since a callback of them could wait
-            # for the call that fails here
+            # a subclass may wake what waits; messages end on the control thread, since a callback
+            # of them could wait for the call that fails here
             abort = self.state.abort if type(self).abort is HostBackend.abort else self.abort
             try:
                 error = operation_errors.announce(self.context, error)
-            finally:  # also if a signal's handler ends the wait for the answer
+            finally:
+                # Also if a signal's handler ends the wait for the answer.
                 abort(error)
         self.state.fail(error)
 
@@ -242,13 +256,15 @@ class HostBackend(ObservedBackend):
         try:
             self.fail(operation_errors.call_failed_error(self.context, call, cause))
         except DistError:
-            pass  # for the other ranks; this one raises the cause
+            # For the other ranks; this one raises the cause.
+            pass
 
     def withdraw_or_give_up(self, call: Call, cause: BaseException, begun: bool) -> bool:
-        """After an exception in a call: take the number of a refused one back if nothing of it was sent.
+        """After an exception in a call: take the number of a refused one back if nothing of it was
+        sent.
 
-        An exception that is not the library's fails the group, also if nothing was sent: a program that goes on after
-        it makes one call less than the other ranks.
+        An exception that is not the library's fails the group, also if nothing was sent: a program
+        that goes on after it makes one call less than the other ranks.
 
         Args:
             begun: True if something of the call may have been sent.
@@ -262,24 +278,35 @@ class HostBackend(ObservedBackend):
         return False
 
     def check(self, call: Call, deadline: float) -> None:
-        """Raise if a send or receive that waits cannot succeed any more; called now and then while waiting.
+        """Raise if a send or receive that waits cannot succeed any more; called now and then while
+        waiting.
 
         Raises:
             OperationTimeoutError: the deadline has passed.
-            RankLostError: the peer has left the job or died; for a receive from any member, a member died.
+            RankLostError: the peer has left the job or died; for a receive from any member, a
+                member died.
             DistError: the group has ended.
         """
         self.state.check()
         context, control, now = self.context, self.context.job.control, time.monotonic()
-        rank = context.ranks[call.peer] if call.peer >= 0 else operation_errors.first_dead_member(context)
+        rank = (
+            context.ranks[call.peer]
+            if call.peer >= 0
+            else operation_errors.first_dead_member(context)
+        )
         reason = control.departed.get(rank) if control is not None and rank is not None else None
-        if rank is not None and reason is not None and now - self._departed.setdefault(rank, now) >= _GRACE_S:
+        if (
+            rank is not None
+            and reason is not None
+            and now - self._departed.setdefault(rank, now) >= _GRACE_S
+        ):
             raise operation_errors.rank_lost_error(context, call, context.ranks.index(rank), reason)
         if now >= deadline:
             raise operation_errors.message_timeout_error(context, call, call.peer)
 
     def thread_failed(self, cause: BaseException) -> DistError:
-        """Fail the group because the calling thread, which executes or watches its operations, ends with ``cause``."""
+        """Fail the group because the calling thread, which executes or watches its operations, ends
+        with ``cause``."""
         error = operation_errors.thread_failed(self.context, cause)
         self.abort(error)
         self.queue.abandon(error)
@@ -288,7 +315,10 @@ class HostBackend(ObservedBackend):
     def in_background(self) -> list[HostCompletion]:
         queue = self.queue
         running = queue._running
-        return [*([running] if running is not None else []), *[completion for completion, _ in queue._queue]]
+        return [
+            *([running] if running is not None else []),
+            *[completion for completion, _ in queue._queue],
+        ]
 
     @property
     def has_unseen_wakers(self) -> bool:
@@ -301,9 +331,10 @@ class HostBackend(ObservedBackend):
     def abort(self, error: Exception) -> None:
         super().abort(error)
         self._p2p.abort()
-        self.queue.resume()  # an interrupt may have kept a thread from doing so
+        # An interrupt may have kept a thread from doing so.
+        self.queue.resume()
 
-    # --- shutdown ----------------------------------------------------------------------------------------------------
+    # --- shutdown ---------------------------------------------------------------------------------
 
     @property
     def stuck(self) -> bool:
@@ -316,7 +347,9 @@ class HostBackend(ObservedBackend):
         self.keep_posted()
         self.closed = True
         context, stuck, failed_before = self.context, self.stuck, self.state.error
-        destroyed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
+        destroyed = GroupAbortedError(
+            f"group {context.name!r} has been destroyed", group=context.name
+        )
         ended = False
         try:
             ended = self.queue.close(_DRAIN_S if not stuck else 0.0)
@@ -326,13 +359,16 @@ class HostBackend(ObservedBackend):
             self._unwatch()
             self._p2p.drain(_DRAIN_S)
             if not self.queue.in_callback and not self.queue.idle(TICK_S):
-                self.state.abort(destroyed)  # another thread is in a blocking call
-        finally:  # also if an exception of a signal's handler ends one of these waits
+                # Another thread is in a blocking call.
+                self.state.abort(destroyed)
+        finally:
+            # Also if an exception of a signal's handler ends one of these waits.
             self._unwatch()
             failure = self.state.close()
             clean = self._p2p.close()
             self.release(ended and clean, failure)
-            self.abort(destroyed)  # a subclass may wake what waits
+            # A subclass may wake what waits.
+            self.abort(destroyed)
         lost = self.queue.lost
         if failed_before and lost and not (is_delivered(failed_before) or is_delivered(lost)):
             raise failed_before.with_traceback(None) from failed_before.__cause__

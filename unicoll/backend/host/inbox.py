@@ -1,4 +1,5 @@
-"""Messages that have arrived before their receive, for backends whose library does not match messages by itself."""
+"""Messages that have arrived before their receive, for backends whose library does not match
+messages by itself."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class _Message(NamedTuple):
 
 
 class Inbox:
-    """The messages that have arrived at a rank of a group and are not received yet, in the order of their arrival.
+    """The messages that have arrived at a rank of a group and are not received yet, in the order of
+    their arrival.
 
     Args:
         backend: of the group.
@@ -50,7 +52,8 @@ class Inbox:
         self._arrived.notify_all()
 
     def receive(self, call: Call, deadline: float) -> None:
-        """Do a receive: wait for the first message that matches it and copy the message to the array of the call.
+        """Do a receive: wait for the first message that matches it and copy the message to the
+        array of the call.
 
         Raises:
             OperationTimeoutError: none has come by the deadline, a value of time.monotonic.
@@ -67,7 +70,8 @@ class Inbox:
         call.write_back()
 
     def probe(self, call: Call, deadline: float) -> None:
-        """Do a probe: wait for the first message that matches it, and leave it here; raises as :meth:`receive`."""
+        """Do a probe: wait for the first message that matches it, and leave it here; raises as
+        :meth:`receive`."""
         found = self._await(call, deadline, self._find)
         call.matched(found.peer, found.tag, found.code, len(found.data))
 
@@ -80,7 +84,9 @@ class Inbox:
         call.matched(found.peer, found.tag, found.code, len(found.data))
         return True
 
-    def _await(self, call: Call, deadline: float, find: Callable[[Call], _Message | None]) -> _Message:
+    def _await(
+        self, call: Call, deadline: float, find: Callable[[Call], _Message | None]
+    ) -> _Message:
         while (found := self._arrived.wait_for(lambda: find(call), _TICK_S)) is None:
             self._backend.check(call, deadline)
         return found

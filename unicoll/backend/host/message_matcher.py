@@ -1,4 +1,5 @@
-"""Matching of messages with receives and probes by source and tag, in order, with queues of unexpected messages."""
+"""Matching of messages with receives and probes by source and tag, in order, with queues of
+unexpected messages."""
 
 from __future__ import annotations
 
@@ -40,11 +41,12 @@ _Key = tuple[int, "int | None"]
 
 
 class MessageMatcher(Generic[P, M]):
-    """The posted receives and probes, and the messages without a receive. Moves no bytes; the caller holds a lock.
+    """The posted receives and probes, and the messages without a receive. Moves no bytes; the
+    caller holds a lock.
 
-    Both are kept in order, and again in queues by source and tag, so that the time for a match does not depend on how
-    many there are: what is matched is the first of its queue. (The first of a dict is found slowly after many
-    deletions, that of an OrderedDict is not.)
+    Both are kept in order, and again in queues by source and tag, so that the time for a match does
+    not depend on how many there are: what is matched is the first of its queue. (The first of a
+    dict is found slowly after many deletions, that of an OrderedDict is not.)
 
     Args:
         size: number of ranks of the group.
@@ -63,7 +65,8 @@ class MessageMatcher(Generic[P, M]):
         self._serial = 0
 
     def post_receive(self, pending: P) -> M | None:
-        """Take the oldest unexpected message that matches a receive; without one, post the receive."""
+        """Take the oldest unexpected message that matches a receive; without one, post the
+        receive."""
         call = pending.call
         found = self._first(call)
         if found is None:
@@ -75,7 +78,8 @@ class MessageMatcher(Generic[P, M]):
         return message
 
     def post_probe(self, pending: P) -> bool:
-        """Give a probe the oldest unexpected message that matches it, and return True; without one, post the probe."""
+        """Give a probe the oldest unexpected message that matches it, and return True; without one,
+        post the probe."""
         found = self._first(pending.call)
         if found is None:
             self._post(pending)
@@ -167,7 +171,8 @@ class MessageMatcher(Generic[P, M]):
         """Remove a posted receive or probe, if it is still posted."""
         if pending not in self.posted:
             return
-        # the order here and in _post(): what an exception of a signal's handler interrupts can still be cancelled
+        # the order here and in _post(): what an exception of a signal's handler interrupts can
+        # still be cancelled
         call = pending.call
         if call.op is not PROBE:
             _discard(self._table(call), (call.peer, call.tag), pending)
@@ -176,14 +181,18 @@ class MessageMatcher(Generic[P, M]):
         self.posted.pop(pending, None)
 
     def cancel_all(self, peer: int | None = None) -> list[P]:
-        """Remove and return all that is posted, or what is posted for messages from ``peer`` only."""
-        cancelled = [pending for pending in self.posted if peer is None or pending.call.peer == peer]
+        """Remove and return all that is posted, or what is posted for messages from ``peer``
+        only."""
+        cancelled = [
+            pending for pending in self.posted if peer is None or pending.call.peer == peer
+        ]
         for pending in cancelled:
             self.cancel(pending)
         return cancelled
 
     def others(self, call: Call) -> str:
-        """The unexpected messages of a receive's source, as the end of an error about its timeout; "" if none."""
+        """The unexpected messages of a receive's source, as the end of an error about its timeout;
+        "" if none."""
         sources = self._unexpected if call.peer < 0 else (self._unexpected[call.peer],)
         tags = Counter(
             message.tag
@@ -194,7 +203,8 @@ class MessageMatcher(Generic[P, M]):
         if not tags:
             return ""
         listed = [
-            f"{tag} ({count} of them)" if count > 1 else str(tag) for tag, count in sorted(tags.items())
+            f"{tag} ({count} of them)" if count > 1 else str(tag)
+            for tag, count in sorted(tags.items())
         ]
         more = ", ..." if len(listed) > _SHOWN else ""
         tags_text = ", ".join(listed[:_SHOWN]) + more
@@ -205,7 +215,9 @@ _SHOWN = 8
 
 
 def _matches(call: Call, peer: int, tag: int) -> bool:
-    return call.peer in (peer, -1) and (call.tag == tag or (call.tag is None and tag not in INTERNAL_TAGS))
+    return call.peer in (peer, -1) and (
+        call.tag == tag or (call.tag is None and tag not in INTERNAL_TAGS)
+    )
 
 
 def _serial_of(found: tuple[int, Any]) -> int:
@@ -215,14 +227,16 @@ def _serial_of(found: tuple[int, Any]) -> int:
 def _append(queues: dict[_Key, deque[V]], key: _Key, value: V) -> None:
     queue = queues.get(key)
     if queue is None:
-        # an empty queue in the table would stay there if an exception of a signal's handler came before append()
+        # an empty queue in the table would stay there if an exception of a signal's handler came
+        # before append()
         queues[key] = deque((value,))
     else:
         queue.append(value)
 
 
 def _discard(queues: dict[_Key, deque[V]], key: _Key, value: V) -> None:
-    """Remove a value, fast if it is the first; nothing if an exception has interrupted :func:`_append`."""
+    """Remove a value, fast if it is the first; nothing if an exception has interrupted
+    :func:`_append`."""
     queue = queues.get(key)
     if queue is not None and value in queue:
         if len(queue) == 1:

@@ -1,11 +1,12 @@
-"""The order of a group's operations: a blocking call runs on the caller's thread if no other call is before it.
+"""The order of a group's operations: a blocking call runs on the caller's thread if no other call
+is before it.
 
-Asynchronous calls, and those that wait for others, run on the queue's thread. A thread that waits for the next one
-executes it itself if the queue's thread has not begun yet, which saves two switches of threads. The callbacks of a call
-run on the thread that has executed it.
+Asynchronous calls, and those that wait for others, run on the queue's thread. A thread that waits
+for the next one executes it itself if the queue's thread has not begun yet, which saves two
+switches of threads. The callbacks of a call run on the thread that has executed it.
 
-A signal's handler may raise an exception on a user's thread after each call of a C function and at the beginning of
-each Python function. So no state is set outside of the ``try`` that takes it back.
+A signal's handler may raise an exception on a user's thread after each call of a C function and at
+the beginning of each Python function. So no state is set outside of the ``try`` that takes it back.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ Execute = Callable[[Call], None]
 """Executes one call, or raises."""
 
 _POLL_S, _LONGEST_POLL_S = 1e-4, 1e-3
-"""Pauses between looks at the queue if a waiting thread has executed the call for which the thread was woken."""
+"""Pauses between looks at the queue if a waiting thread has executed the call for which the thread
+was woken."""
 _POLLED_S = 2e-3
 """How long the thread looks at the queue after the last call that was posted."""
 _TICK_S = 0.1
-"""How often a thread that waits for its turn checks whether the group has failed, and the deadline."""
+"""How often a thread that waits for its turn checks whether the group has failed, and the
+deadline."""
 _SLACK_S = 1.0
 """How long a call may take longer than its timeout: it fails on all ranks first."""
 
@@ -46,14 +49,16 @@ class OpQueue:
 
     Args:
         name: of the thread for asynchronous calls, which starts with the first of them.
-        on_failure: called on the thread with the exception that ends it; fails the group, and returns the error that
-            pending and later calls raise. None: they raise a DistError.
+        on_failure: called on the thread with the exception that ends it; fails the group, and
+            returns the error that pending and later calls raise. None: they raise a DistError.
         failure: the error that every later call raises at once; None while the group works.
 
     Attributes:
         sequence: number of the last call accepted, from 1.
-        in_background: True while the queue's thread executes a call; False while a waiting thread does.
-        lost: the first error that has ended a posted batch, other than a refusal; None if there is none.
+        in_background: True while the queue's thread executes a call; False while a waiting thread
+            does.
+        lost: the first error that has ended a posted batch, other than a refusal; None if there is
+            none.
     """
 
     def __init__(
@@ -67,22 +72,28 @@ class OpQueue:
         self.lost: BaseException | None = None
         self._on_failure = on_failure
         self._failure = failure
-        self._dead: BaseException | None = None  # what calls raise once the thread has died
+        # What calls raise once the thread has died.
+        self._dead: BaseException | None = None
         self._lock = threading.Lock()
-        self._busy: Call | None = None  # the call that is being executed, or the first of a posted batch
+        # The call that is being executed, or the first of a posted batch.
+        self._busy: Call | None = None
         self._queue: deque[tuple[HostCompletion, Execute]] = deque()
-        self._running: HostCompletion | None = None  # the posted batch that is being executed
-        self._server = 0  # the thread that executes it, or runs its callbacks
+        # The posted batch that is being executed.
+        self._running: HostCompletion | None = None
+        # The thread that executes it, or runs its callbacks.
+        self._server = 0
         self._waiters_executing = 0
         self._wake: SimpleQueue[bool] = SimpleQueue()
-        self._woken = False  # the thread will look at the queue again
+        # The thread will look at the queue again.
+        self._woken = False
         self._posted = 0
         self._thread = LazyThread(name)
 
     def run(self, execute: Execute, call: Call) -> None:
         """Execute a call after all that were accepted before it; returns when it is done.
 
-        In a callback of the group's own work the call is executed at once, before what is queued (see :meth:`_nest`).
+        In a callback of the group's own work the call is executed at once, before what is queued
+        (see :meth:`_nest`).
         """
         if self._server and self._server == get_ident():
             self._nest((call,))
@@ -99,14 +110,16 @@ class OpQueue:
                 else:
                     completion = HostCompletion((call,))
                     self._queue.append((completion, execute))
-                    if self._busy is None:  # the call before ended since, and may have seen an empty queue
+                    # The call before ended since, and may have seen an empty queue.
+                    if self._busy is None:
                         self._wake_thread()
             if completion is None:
                 execute(call)
                 return
         finally:
             if self._busy is call:
-                # without the lock: a thread that queues a call reads _busy afterwards, so one of the two sees the other
+                # without the lock: a thread that queues a call reads _busy afterwards, so one of
+                # the two sees the other
                 self._busy = None
                 if self._queue:
                     self.resume()
@@ -123,10 +136,12 @@ class OpQueue:
         self._await_turn(completion)
 
     def _limit(self, completion: HostCompletion) -> Callable[[], None]:
-        """Called every 0.1 s while a thread waits for a queued call: ends the call if the group has failed.
+        """Called every 0.1 s while a thread waits for a queued call: ends the call if the group has
+        failed.
 
-        The group fails, too, once the call, or the one that is being executed, should have ended: whatever became of
-        the thread that executes it. Callbacks, which are the user's, may take as long as they do.
+        The group fails, too, once the call, or the one that is being executed, should have ended:
+        whatever became of the thread that executes it. Callbacks, which are the user's, may take as
+        long as they do.
         """
         call, before, until = completion.calls[0], None, 0.0
 
@@ -135,7 +150,9 @@ class OpQueue:
             now, error, running = time.monotonic(), self._failure(), self._running
             if self._busy is not before or not until or (running is None and self._server):
                 before = self._busy
-                calls = running.calls if running is not None else () if before is None else (before,)
+                calls = (
+                    running.calls if running is not None else () if before is None else (before,)
+                )
                 until = now + max(call.timeout, sum(each.timeout for each in calls)) + _SLACK_S
             late = now >= until
             if error is None and late:
@@ -159,8 +176,11 @@ class OpQueue:
         if queued:
             self._end(completion, error)
 
-    def post(self, calls: tuple[Call, ...], execute: Execute, on_thread: bool = False) -> HostCompletion:
-        """Execute calls in the background, in order; in a callback of the group's own work as :meth:`run` does.
+    def post(
+        self, calls: tuple[Call, ...], execute: Execute, on_thread: bool = False
+    ) -> HostCompletion:
+        """Execute calls in the background, in order; in a callback of the group's own work as
+        :meth:`run` does.
 
         With ``on_thread`` only the queue's thread executes them.
         """
@@ -182,9 +202,11 @@ class OpQueue:
         return completion
 
     def _execute_here(self, completion: HostCompletion) -> None:
-        """Execute a posted batch on the calling thread, which waits for it, if it is next and has no callbacks.
+        """Execute a posted batch on the calling thread, which waits for it, if it is next and has
+        no callbacks.
 
-        If the group fails in it, the batches behind it have ended, too, when the caller gets the error.
+        If the group fails in it, the batches behind it have ended, too, when the caller gets the
+        error.
         """
         mine = False
         try:
@@ -198,10 +220,13 @@ class OpQueue:
                     return
                 execute = self._queue[0][1]
                 self._busy, self._running, mine = completion.calls[0], completion, True
-                self._waiters_executing += 1  # the next one may begin before this one has returned
+                # The next one may begin before this one has returned.
+                self._waiters_executing += 1
                 self._queue.popleft()
             self._execute(completion, execute)
-            while self._queue and completion.exception() is not None and self._failure() is not None:
+            while (
+                self._queue and completion.exception() is not None and self._failure() is not None
+            ):
                 with self._lock:
                     if not self._queue:
                         break
@@ -209,7 +234,8 @@ class OpQueue:
                     self._running = completion
                     self._queue.popleft()
                 self._execute(completion, execute)
-        except BaseException as e:  # outside the calls, where a signal's handler may raise
+        except BaseException as e:
+            # Outside the calls, where a signal's handler may raise.
             if mine and not completion.done():
                 error = self._fail(e)
                 self.abandon(error)
@@ -247,7 +273,8 @@ class OpQueue:
         return True
 
     def abandon(self, error: BaseException) -> None:
-        """Finish everything in the background with ``error``, even the call that blocks the thread; any thread."""
+        """Finish everything in the background with ``error``, even the call that blocks the thread;
+        any thread."""
         with self._lock:
             waiting = [completion for completion, _ in self._queue]
             self._queue.clear()
@@ -257,7 +284,8 @@ class OpQueue:
             self._end(completion, error)
 
     def close(self, timeout: float) -> bool:
-        """End the thread after what was posted; returns True if it has ended within ``timeout`` seconds.
+        """End the thread after what was posted; returns True if it has ended within ``timeout``
+        seconds.
 
         A callback of the group's own work does not wait for that.
         """
@@ -266,7 +294,8 @@ class OpQueue:
                 self._wake.put(False)
             return True
         deadline = time.monotonic() + timeout
-        while self._waiters_executing:  # they leave what is queued to the thread
+        # They leave what is queued to the thread.
+        while self._waiters_executing:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.001)
@@ -279,17 +308,19 @@ class OpQueue:
         return self._server == get_ident()
 
     def idle(self, timeout: float) -> bool:
-        """True if no call is being executed or queued, waiting up to ``timeout`` seconds for that."""
+        """True if no call is being executed or queued, waiting up to ``timeout`` seconds for
+        that."""
         deadline = time.monotonic() + timeout
         while (self._busy is not None or self._queue) and time.monotonic() < deadline:
             time.sleep(0.001)
         return self._busy is None and not self._queue
 
     def _nest(self, calls: tuple[Call, ...]) -> None:
-        """Number calls made in a callback, which the thread runs between two operations: next after the first of them.
+        """Number calls made in a callback, which the thread runs between two operations: next after
+        the first of them.
 
-        Their numbers then do not depend on how many calls are queued on this rank, and a callback that waits for them
-        does not wait for itself.
+        Their numbers then do not depend on how many calls are queued on this rank, and a callback
+        that waits for them does not wait for itself.
         """
         with self._lock:
             queued = [call for completion, _ in self._queue for call in completion.calls]
@@ -301,7 +332,8 @@ class OpQueue:
             self.sequence += len(calls)
 
     def resume(self) -> None:
-        """Wake the thread for queued calls, unless a call is being executed; also if that was interrupted before."""
+        """Wake the thread for queued calls, unless a call is being executed; also if that was
+        interrupted before."""
         with self._lock:
             if self._queue and self._busy is None:
                 self._wake_thread()
@@ -324,7 +356,8 @@ class OpQueue:
             self.abandon(error)
 
     def _fail(self, cause: BaseException) -> BaseException:
-        """Fail the group because of an exception outside the calls; returns what its calls raise."""
+        """Fail the group because of an exception outside the calls; returns what its calls
+        raise."""
         name = threading.current_thread().name
         log.error("the thread %r failed to execute an operation", name, exc_info=cause)
         try:
@@ -337,7 +370,8 @@ class OpQueue:
             if not self._drain():
                 self._poll()
             self._woken = False
-            self._drain()  # what was queued before that
+            # What was queued before that.
+            self._drain()
 
     def _drain(self) -> bool:
         """Execute what is queued, unless a call is being executed; True if there was something."""
@@ -357,14 +391,16 @@ class OpQueue:
                 self._execute(completion, execute)
             finally:
                 self.in_background = False
-            del completion, execute  # releases the arrays
+            # Releases the arrays.
+            del completion, execute
 
     def _poll(self) -> None:
         """Look at the queue now and then, until there is something or nothing more is posted.
 
-        The thread was woken for nothing: a waiting thread has executed the call. To be woken for each of such calls,
-        and to take the interpreter from the waiting thread, would cost several times what a small call does. The pauses
-        grow, because a look takes the interpreter, too, where the waiting thread releases it, as in calls of MPI.
+        The thread was woken for nothing: a waiting thread has executed the call. To be woken for
+        each of such calls, and to take the interpreter from the waiting thread, would cost several
+        times what a small call does. The pauses grow, because a look takes the interpreter, too,
+        where the waiting thread releases it, as in calls of MPI.
         """
         pauses = backoff(_POLL_S, _LONGEST_POLL_S)
         posted, until = self._posted, time.monotonic() + _POLLED_S

@@ -1,9 +1,9 @@
 """Exchange of the sizes of a call that not every rank knows, by small collectives.
 
-In an all_to_all sizes may differ between any two ranks; in a gather or scatter only the root knows all of them. The
-small collectives are on host memory, and run at the position of the user's call in the group's order. Each has a
-signature of its own, derived from that of the user's call: the signature check detects a rank in another call, and
-errors name the user's call.
+In an all_to_all sizes may differ between any two ranks; in a gather or scatter only the root knows
+all of them. The small collectives are on host memory, and run at the position of the user's call in
+the group's order. Each has a signature of its own, derived from that of the user's call: the
+signature check detects a rank in another call, and errors name the user's call.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SIZES_DIFFER = -1
 """The result of :func:`shape_hash` on a rank that knows that sizes differ."""
 _INT64 = BY_NAME["int64"]
 _MISMATCH, _COUNTS, _LARGEST, _NUMBERS, _SIZES, _REASON = -2, -3, -4, -6, -7, -8
-"""Purposes of the small collectives in their signatures: not -1, which hashes as -2 does, nor -5, which
-:mod:`unicoll.staging.device_pointers` uses. Chunks have numbers from 0 on."""
+"""Purposes of the small collectives in their signatures: not -1, which hashes as -2 does, nor -5,
+which :mod:`unicoll.staging.device_pointers` uses. Chunks have numbers from 0 on."""
 _REFUSED = 1 << 62
 """The size reported by a root that has refused its list; larger than that of any part."""
 _REASON_BYTES = 800
@@ -41,10 +41,20 @@ class _SizeCall(ProxyCall):
     __slots__ = ()
 
     def __init__(
-        self, of: Call, op: str, purpose: int, source: Ints, targets: Sequence[Ints], reduce: Any = None
+        self,
+        of: Call,
+        op: str,
+        purpose: int,
+        source: Ints,
+        targets: Sequence[Ints],
+        reduce: Any = None,
     ) -> None:
         inputs = (Buffer(source, _INT64, source.shape, source),)
-        outputs = inputs if targets[0] is source else tuple(Buffer(x, _INT64, x.shape, x) for x in targets)
+        outputs = (
+            inputs
+            if targets[0] is source
+            else tuple(Buffer(x, _INT64, x.shape, x) for x in targets)
+        )
         super().__init__(of, OPS[op], inputs, outputs, of.timeout, reduce)
         self.signature = hash((of.signature, purpose))
 
@@ -66,7 +76,7 @@ def _mismatch(call: Call, group: str, message: str) -> CollectiveMismatchError:
     )
 
 
-# --- gather and scatter ---------------------------------------------------------------------------------------------
+# --- gather and scatter ---------------------------------------------------------------------------
 
 
 def _own_and_list(call: Call) -> tuple[Buffer, tuple[Buffer, ...]]:
@@ -77,10 +87,11 @@ def _own_and_list(call: Call) -> tuple[Buffer, tuple[Buffer, ...]]:
 
 
 def shape_hash(call: Call) -> int:
-    """A number from 0 on that is equal on all ranks of a gather or scatter if all arrays are of one shape.
+    """A number from 0 on that is equal on all ranks of a gather or scatter if all arrays are of one
+    shape.
 
-    It is :data:`SIZES_DIFFER` on a root whose list has arrays of several sizes, or that has refused its list. If ranks
-    have different numbers, :func:`exchange_sizes` runs before data moves.
+    It is :data:`SIZES_DIFFER` on a root whose list has arrays of several sizes, or that has refused
+    its list. If ranks have different numbers, :func:`exchange_sizes` runs before data moves.
     """
     own, several = _own_and_list(call)
     if call.refused:
@@ -92,15 +103,18 @@ def shape_hash(call: Call) -> int:
     return hash(own.shape) & ((1 << 62) - 1)
 
 
-def exchange_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute: Execute) -> list[int]:
-    """Elements of every rank's array in a gather or scatter, agreed on between the rank and the root.
+def exchange_sizes(
+    call: Call, rank: int, ranks: Sequence[int], group: str, execute: Execute
+) -> list[int]:
+    """Elements of every rank's array in a gather or scatter, agreed on between the rank and the
+    root.
 
     Args:
         execute: runs a call on host memory.
 
     Raises, the same on all ranks:
-        CollectiveMismatchError: an array differs in size from the root's entry for it, or all are of one size and of
-            different shapes.
+        CollectiveMismatchError: an array differs in size from the root's entry for it, or all are
+            of one size and of different shapes.
         DistArgumentError: the root has refused its list.
     """
     own, several = _own_and_list(call)
@@ -120,15 +134,19 @@ def exchange_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, exec
             raise _mismatch(
                 call,
                 group,
-                f"rank {sender} sends {sent} elements to rank {receiver}, which has room for {expected}",
+                f"rank {sender} sends {sent} elements to rank {receiver}, which has room for"
+                f" {expected}",
             )
     if len(set(counts)) == 1 and len({int(r[1]) for r in received}) > 1:
-        raise _mismatch(call, group, f"the ranks have arrays of {counts[0]} elements in different shapes")
+        raise _mismatch(
+            call, group, f"the ranks have arrays of {counts[0]} elements in different shapes"
+        )
     return counts
 
 
 def _raise_refusal(call: Call, root: int, group: str, execute: Execute) -> NoReturn:
-    """Send the reason for which the root, a global rank, has refused its list to all ranks, and raise it on all."""
+    """Send the reason for which the root, a global rank, has refused its list to all ranks, and
+    raise it on all."""
     received = _highest(
         call, execute, _REASON, *call.refused.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
     )
@@ -143,7 +161,7 @@ def _raise_refusal(call: Call, root: int, group: str, execute: Execute) -> NoRet
     )
 
 
-# --- calls in chunks ------------------------------------------------------------------------------------------------
+# --- calls in chunks ------------------------------------------------------------------------------
 
 
 def _highest(call: Call, execute: Execute, purpose: int, *values: int) -> list[int]:
@@ -170,7 +188,8 @@ def largest_part(call: Call, execute: Execute) -> int:
 
 
 def check_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute: Execute) -> None:
-    """Check that all parts are as large as their receivers expect, before a call is split into chunks.
+    """Check that all parts are as large as their receivers expect, before a call is split into
+    chunks.
 
     Args:
         execute: runs a call on host memory.
@@ -192,7 +211,9 @@ def check_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute
     exchange.even = True
     _run(execute, exchange)
     wrong = np.flatnonzero(arriving != expected)
-    found = _highest(call, execute, _MISMATCH, 1 + rank * size + int(wrong[0]) if wrong.size else 0)[0]
+    found = _highest(
+        call, execute, _MISMATCH, 1 + rank * size + int(wrong[0]) if wrong.size else 0
+    )[0]
     if not found:
         return
     receiver, sender = divmod(found - 1, size)
@@ -201,5 +222,6 @@ def check_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute
     raise _mismatch(
         call,
         group,
-        f"rank {ranks[sender]} sends {sent} elements to rank {ranks[receiver]}, which has room for {space}",
+        f"rank {ranks[sender]} sends {sent} elements to rank {ranks[receiver]}, which has room for"
+        f" {space}",
     )

@@ -1,4 +1,5 @@
-"""Decisions that rank 0 makes for all members of a group, through the job's store (TCP, a file, or MPI)."""
+"""Decisions that rank 0 makes for all members of a group, through the job's store (TCP, a file, or
+MPI)."""
 
 from __future__ import annotations
 
@@ -22,15 +23,20 @@ from unicoll.process import logs
 if TYPE_CHECKING:
     from unicoll.net.stores import Store
 
-_KINDS: dict[str, type[DistError]] = {"argument": DistArgumentError, "timeout": OperationTimeoutError}
+_KINDS: dict[str, type[DistError]] = {
+    "argument": DistArgumentError,
+    "timeout": OperationTimeoutError,
+}
 """Errors that keep their class on the other ranks; the rest become DistBackendError."""
 _CHECK_PERIOD_S = 1.0
 WARNING_S = 20.0
-"""How long a rank waits for the others, or for the library to connect to them, before it logs a warning."""
+"""How long a rank waits for the others, or for the library to connect to them, before it logs a
+warning."""
 
 
 class Purpose(NamedTuple):
-    """What the members agree on, for messages: "starting NCCL", "start NCCL", a hint for a warning of a long wait."""
+    """What the members agree on, for messages: "starting NCCL", "start NCCL", a hint for a warning
+    of a long wait."""
 
     doing: str
     to_do: str
@@ -45,7 +51,8 @@ def gather_and_decide(
     deadline: float,
     choose: Callable[[list[dict[str, Any]]], Any],
 ) -> Any:
-    """Publish this member's facts; rank 0's answer to the facts of all members, which call this, is returned.
+    """Publish this member's facts; rank 0's answer to the facts of all members, which call this, is
+    returned.
 
     Args:
         prefix: of the store's keys; unused before.
@@ -74,8 +81,11 @@ def gather_and_decide(
     return result_or_raise(context, outcome)
 
 
-def outcome_to_publish(context: Context, function: Callable[[], Any], purpose: Purpose) -> dict[str, Any]:
-    """The result of a function or its error, to be published; the control plane notifies of a lost rank."""
+def outcome_to_publish(
+    context: Context, function: Callable[[], Any], purpose: Purpose
+) -> dict[str, Any]:
+    """The result of a function or its error, to be published; the control plane notifies of a lost
+    rank."""
     try:
         return {"value": function()}
     except RankLostError:
@@ -96,8 +106,12 @@ def result_or_raise(context: Context, outcome: dict[str, Any]) -> Any:
 
 
 def stored_values(store: Store, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The JSON objects that members have stored under keys; DistStoreError if one is another program's."""
-    return [from_store(key, text, {}) for key, text in zip(keys, store.multi_get(list(keys)), strict=True)]
+    """The JSON objects that members have stored under keys; DistStoreError if one is another
+    program's."""
+    return [
+        from_store(key, text, {})
+        for key, text in zip(keys, store.multi_get(list(keys)), strict=True)
+    ]
 
 
 def await_keys(
@@ -117,7 +131,8 @@ def await_keys(
         except StoreTimeoutError:
             pass
         if time.monotonic() >= warn_at:
-            warn_at = deadline + _CHECK_PERIOD_S  # once
+            # Once.
+            warn_at = deadline + _CHECK_PERIOD_S
             logs.logger(context.backend).warning(
                 "group %r waits for all its members to %s; missing: %s%s",
                 context.name,
@@ -134,7 +149,8 @@ def await_keys(
                     raise RankLostError(reason, group=context.name, rank=rank)
         if left <= _CHECK_PERIOD_S:
             raise OperationTimeoutError(
-                f"{purpose.doing} for group {context.name!r} timed out; missing: {_missing(context, owners)}",
+                f"{purpose.doing} for group {context.name!r} timed out; missing:"
+                f" {_missing(context, owners)}",
                 group=context.name,
             )
 

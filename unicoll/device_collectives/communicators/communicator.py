@@ -31,10 +31,12 @@ from unicoll.process.interrupts import Flag, LazyThread
 _Result = TypeVar("_Result")
 
 _LOCK_S = 1.0
-"""How long a thread in the library may take to leave it before its communicator is revoked or aborted."""
+"""How long a thread in the library may take to leave it before its communicator is revoked or
+aborted."""
 _CHECK_PERIOD_S = 0.05
 _DEATH_NOTICE_S = 1.0
-"""The longest time from the library's error to the control plane's notice of the death of a rank that caused it."""
+"""The longest time from the library's error to the control plane's notice of the death of a rank
+that caused it."""
 _REDUCTIONS = 512
 """Kinds of reductions whose expression in the library is kept."""
 _PREMUL_OPS = 64
@@ -44,17 +46,20 @@ _PREMUL_OPS = 64
 class Communicator:
     """A communicator among the members of a group.
 
-    The functions that make a communicator wait for the other ranks, so they run on a thread that can be abandoned.
-    While the library works on something that it has begun ("in progress", on non-blocking communicators), the methods
-    wait for it until a deadline, or until the group has failed.
+    The functions that make a communicator wait for the other ranks, so they run on a thread that
+    can be abandoned. While the library works on something that it has begun ("in progress", on
+    non-blocking communicators), the methods wait for it until a deadline, or until the group has
+    failed.
 
     Args:
         origin: where the members have exchanged their facts.
-        begin: the function that makes the communicator, from a new slot; returns the library's code and the slot of
-            the handle.
+        begin: the function that makes the communicator, from a new slot; returns the library's code
+            and the slot of the handle.
         what: name of the library's function, for errors.
-        check: called while waiting, with the call that waits or None; raises the error that has ended the group.
-        parent: the communicator that the library makes this one from, and that is aborted if it does not end that.
+        check: called while waiting, with the call that waits or None; raises the error that has
+            ended the group.
+        parent: the communicator that the library makes this one from, and that is aborted if it
+            does not end that.
 
     Attributes:
         handle: the library's; 0 once the communicator has ended.
@@ -83,9 +88,11 @@ class Communicator:
         self.device = device
         self.rank, self.size = context.rank, context.size
         self.scratch = 0
-        self._returned = Flag()  # set unless a thread stops or ends the communicator
+        # Set unless a thread stops or ends the communicator.
+        self._returned = Flag()
         self._returned.set()
-        self._left_behind: list[Flag] = []  # set when a thread has returned from the library
+        # Set when a thread has returned from the library.
+        self._left_behind: list[Flag] = []
         self._check = check
         self._log = logs.logger(context.backend)
         self.teardown_threads: TeardownThreads = context.job.shared(
@@ -117,7 +124,8 @@ class Communicator:
         self._warn_at = math.inf
 
     def _abort_start(self, slot: HandleSlot, parent: Communicator | None) -> None:
-        """Have the thread leave the library that makes the communicator: NCCL's loops for that use a whole core."""
+        """Have the thread leave the library that makes the communicator: NCCL's loops for that use
+        a whole core."""
         if not self._left_behind or not self._can_abort():
             return
         if parent is not None and not slot.value:
@@ -126,7 +134,8 @@ class Communicator:
             return
 
         def abort() -> None:
-            for _ in backoff():  # NCCL writes the handle before it waits for other ranks
+            # NCCL writes the handle before it waits for other ranks.
+            for _ in backoff():
                 if slot.value or self._left_behind[-1].is_set():
                     break
             self.handle = slot.value or 0
@@ -135,7 +144,8 @@ class Communicator:
         self._bounded(abort, "aborting")
 
     def on_thread(self, begin: Callable[[], _Result], what: str, deadline: float) -> _Result:
-        """Call ``begin`` on another thread, which is left behind at the deadline or when the group fails."""
+        """Call ``begin`` on another thread, which is left behind at the deadline or when the group
+        fails."""
         answers: list[_Result] = []
         errors: list[BaseException] = []
         thread, ended, given_up = LazyThread(f"unicoll-{self.context.name}-{what}"), Flag(), Flag()
@@ -145,12 +155,14 @@ class Communicator:
                 if not given_up.is_set():
                     self.runtime.set_device(self.device)
                     answers.append(begin())
-            except BaseException as e:  # raised on the waiting thread
+            except BaseException as e:
+                # Raised on the waiting thread.
                 errors.append(e)
             finally:
                 ended.set()
 
-        # Thread.join(), if an exception interrupts it, takes a thread that runs for one that has ended.
+        # Thread.join(), if an exception interrupts it, takes a thread that runs for one that has
+        # ended.
         try:
             thread.start(run)
             while not ended.wait(_CHECK_PERIOD_S):
@@ -165,7 +177,7 @@ class Communicator:
             raise errors[0]
         return answers[0]
 
-    # --- codes -----------------------------------------------------------------------------------------------------
+    # --- codes ------------------------------------------------------------------------------------
 
     def error(self, code: int, what: str, call: Call | None) -> DistError:
         """The exception for one of the library's codes."""
@@ -177,13 +189,16 @@ class Communicator:
         )
         control = self.context.job.control
         departed = control.departed[left] if control is not None and left is not None else ""
-        error = error_for(code, self.library, self.handle, what, self.context.name, op, seq, departed)
+        error = error_for(
+            code, self.library, self.handle, what, self.context.name, op, seq, departed
+        )
         if isinstance(error, RankLostError):
             error.rank = left
         return error
 
     def handle_code(self, code: int, call: Call, deadline: float) -> None:
-        """Handle a code other than success: wait while the library is in progress, else raise the error."""
+        """Handle a code other than success: wait while the library is in progress, else raise the
+        error."""
         what = call.describe_with_number()
         if code != self._in_progress:
             self.await_death_notice(code, call)
@@ -191,7 +206,8 @@ class Communicator:
         self.await_ready(what, deadline, call)
 
     def await_death_notice(self, code: int, call: Call | None) -> None:
-        """Raise the group's error, or that of a member's death, if that caused the library's error; else return.
+        """Raise the group's error, or that of a member's death, if that caused the library's error;
+        else return.
 
         The control plane's notice may come a moment after the library's error.
         """
@@ -204,11 +220,14 @@ class Communicator:
     def state(self) -> int:
         """The communicator's state: one of the library's codes."""
         with self._state_lock:
-            code, state = self.library.comm_state(self.handle) if self.handle else (self._in_progress, 0)
+            code, state = (
+                self.library.comm_state(self.handle) if self.handle else (self._in_progress, 0)
+            )
         return code or state
 
     def _take_handle(self) -> int:
-        """Take the handle in order to end the communicator; its state is not queried from then on."""
+        """Take the handle in order to end the communicator; its state is not queried from then
+        on."""
         with self._state_lock:
             handle, self.handle = self.handle, 0
         return handle
@@ -216,8 +235,8 @@ class Communicator:
     def await_completion(self, code: int, what: str, deadline: float) -> None:
         """Wait while the library is in progress with a call; raise its error.
 
-        Success may mean that, too: some functions of NCCL (split, shrink, windows from 2.28 on) return it for a
-        non-blocking communicator though they have only begun.
+        Success may mean that, too: some functions of NCCL (split, shrink, windows from 2.28 on)
+        return it for a non-blocking communicator though they have only begun.
         """
         if code not in (SUCCESS, self._in_progress):
             raise self.error(code, what, None)
@@ -249,17 +268,19 @@ class Communicator:
             )
         if now >= deadline:
             raise OperationTimeoutError(
-                f"{what} on group {self.context.name!r}: {self.library.name} had not returned by the deadline",
+                f"{what} on group {self.context.name!r}: {self.library.name} had not returned by"
+                " the deadline",
                 group=self.context.name,
                 op=call.op.name if call is not None else None,
             )
 
-    # --- operations ---------------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------
 
     def grouped(self, calls: Iterable[Callable[[], int]]) -> int:
         """Several calls as one group call; the first code that is not success.
 
-        Also an exception right behind the beginning ends it: in a group the library only notes what the thread calls.
+        Also an exception right behind the beginning ends it: in a group the library only notes what
+        the thread calls.
         """
         codes: list[int] = []
         library, begun = self.library, SUCCESS
@@ -293,9 +314,11 @@ class Communicator:
             self.library.redop_destroy(op, self.handle)
 
     def register_window(self, ptr: int, nbytes: int, deadline: float) -> int:
-        """The library's handle of a new symmetric window, which all ranks register; 0 if it has no use for one.
+        """The library's handle of a new symmetric window, which all ranks register; 0 if it has no
+        use for one.
 
-        After an error the library may still use the memory: the registration may hang, and is abandoned then.
+        After an error the library may still use the memory: the registration may hang, and is
+        abandoned then.
         """
         what = f"{self.library.symbol('window_register')} of {nbytes} bytes"
         begin = partial(self.library.window_register, self.handle, ptr, nbytes, True)
@@ -303,19 +326,27 @@ class Communicator:
         self.await_completion(code, what, deadline)
         return slot.value or 0
 
-    # --- other communicators made from this one ---------------------------------------------------------------------
+    # --- other communicators made from this one ---------------------------------------------------
 
-    def split(self, color: int | None, key: int, config: Config, deadline: float) -> tuple[int, HandleSlot]:
-        """Take part in a split, on a thread that may be abandoned; with ``color`` None this rank joins no new group."""
+    def split(
+        self, color: int | None, key: int, config: Config, deadline: float
+    ) -> tuple[int, HandleSlot]:
+        """Take part in a split, on a thread that may be abandoned; with ``color`` None this rank
+        joins no new group."""
         made = self.library.comm_split(self.handle, color, key, config)
         return self._await_handle("comm_split", deadline, made)
 
     def shrink(
-        self, excluded: list[int], config: Config, deadline: float, check: Callable[[Call | None], None]
+        self,
+        excluded: list[int],
+        config: Config,
+        deadline: float,
+        check: Callable[[Call | None], None],
     ) -> tuple[int, HandleSlot]:
         """The handle of a communicator of the remaining members, on a thread that may be abandoned.
 
-        ``check`` is that of the new group: this one may have failed, which does not stop the new one.
+        ``check`` is that of the new group: this one may have failed, which does not stop the new
+        one.
         """
         self._check = check
         made = self.library.comm_shrink(self.handle, excluded, config, True)
@@ -331,10 +362,11 @@ class Communicator:
             code = SUCCESS
         return code, slot
 
-    # --- teardown -------------------------------------------------------------------------------------------------
+    # --- teardown ---------------------------------------------------------------------------------
 
     def finish(self) -> bool:
-        """End the communicator after its operations; all members call this. False if it did not return in time."""
+        """End the communicator after its operations; all members call this. False if it did not
+        return in time."""
         # ncclCommDestroy waits until the ranks of this host have closed their connections to it.
         return self._bounded(
             self._finish, "ending", "the other ranks of this host may not have ended theirs; "
@@ -349,10 +381,11 @@ class Communicator:
             self.library.comm_abort(self._take_handle())
 
     def stop(self, lock: threading.RLock) -> bool:
-        """End all operations, also of a thread in the library, which holds ``lock``; False if it did not return in
-        time.
+        """End all operations, also of a thread in the library, which holds ``lock``; False if it
+        did not return in time.
 
-        The communicator stays for :meth:`shrink`, unless the library cannot revoke it (NCCL before 2.28.7) or refuses.
+        The communicator stays for :meth:`shrink`, unless the library cannot revoke it (NCCL before
+        2.28.7) or refuses.
         """
         return self._can_abort() and self._bounded(partial(self._stop, lock), "stopping")
 
@@ -374,34 +407,41 @@ class Communicator:
                 lock.release()
 
     def _revoke(self) -> bool:
-        """Stop all operations, and wait until none is on the device; False if the library cannot, or refuses to."""
+        """Stop all operations, and wait until none is on the device; False if the library cannot,
+        or refuses to."""
         if not self.handle or not self.library.has("comm_revoke"):
             return False
         return self._await_end_of(self.library.comm_revoke(self.handle)) == SUCCESS
 
     def abort(self) -> bool:
-        """End the communicator and its operations; False if the library cannot, or did not return in time."""
-        return self._can_abort() and self._bounded(partial(self._abort, self._await_threads), "aborting")
+        """End the communicator and its operations; False if the library cannot, or did not return
+        in time."""
+        return self._can_abort() and self._bounded(
+            partial(self._abort, self._await_threads), "aborting"
+        )
 
     def _can_abort(self) -> bool:
-        """True if the library can abort a communicator; otherwise the communicator is abandoned with its threads."""
+        """True if the library can abort a communicator; otherwise the communicator is abandoned
+        with its threads."""
         if self.library.has("comm_abort"):
             return True
         if not self._abandoned:
             self._abandoned = True
             self._log.warning(
-                "group %r: %s cannot abort a communicator: its threads, connections and memory stay until the process"
-                " ends",
+                "group %r: %s cannot abort a communicator: its threads, connections and memory stay"
+                " until the process ends",
                 self.context.name,
                 self.library.name,
             )
         return False
 
     def _abort(self, await_threads: Callable[[], object]) -> None:
-        """Abort the communicator, which the other threads leave then, and free it after ``await_threads``."""
+        """Abort the communicator, which the other threads leave then, and free it after
+        ``await_threads``."""
         if handle := self._take_handle():
             self.library.group_start()
-            self.library.comm_abort(handle)  # the memory is freed at the end of the group call
+            # The memory is freed at the end of the group call.
+            self.library.comm_abort(handle)
             await_threads()
             self.library.group_end()
 
@@ -419,9 +459,11 @@ class Communicator:
         return code
 
     def _bounded(self, function: Callable[[], object], what: str, reason: str = "") -> bool:
-        """Call a function on a thread that may be abandoned, since the library can hang; False if it has not returned.
+        """Call a function on a thread that may be abandoned, since the library can hang; False if
+        it has not returned.
 
-        The next call waits for its end, and has no effect without it: an abort frees what the thread uses.
+        The next call waits for its end, and has no effect without it: an abort frees what the
+        thread uses.
         """
 
         returned = Flag()
@@ -439,7 +481,8 @@ class Communicator:
         self.teardown_threads.start(run)
         if not self._returned.wait(END_S):
             self._log.error(
-                "%s %s's communicator of group %r did not return in %.0f s; %sits thread is abandoned",
+                "%s %s's communicator of group %r did not return in %.0f s; %sits thread is"
+                " abandoned",
                 what,
                 self.library.name,
                 self.context.name,
@@ -450,10 +493,16 @@ class Communicator:
 
 
 class CommunicatorWithOptions:
-    """The attributes of a communicator that operations use, with collectives that pass options to the library."""
+    """The attributes of a communicator that operations use, with collectives that pass options to
+    the library."""
 
     def __init__(self, comm: Communicator, options: CallOptions) -> None:
-        self.rank, self.size, self.handle, self.scratch = comm.rank, comm.size, comm.handle, comm.scratch
+        self.rank, self.size, self.handle, self.scratch = (
+            comm.rank,
+            comm.size,
+            comm.handle,
+            comm.scratch,
+        )
         self.native_all_to_all, self.scales_one_rank = comm.native_all_to_all, comm.scales_one_rank
         self.premul_op, self.grouped, self.reduction = comm.premul_op, comm.grouped, comm.reduction
         self.library: Operations = comm.library.with_options(options)

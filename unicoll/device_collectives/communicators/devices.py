@@ -12,24 +12,30 @@ from unicoll.errors import DistArgumentError
 
 
 def index_of(device: Any, runtime: DeviceRuntime) -> int:
-    """The ordinal of a user's ``device_id``: 1, ``"cuda:1"``, or a device of torch, CuPy or unicoll.
+    """The ordinal of a user's ``device_id``: 1, ``"cuda:1"``, or a device of torch, CuPy or
+    unicoll.
 
     Raises:
         DistArgumentError: ``device_id`` is not a device of the runtime with a number.
     """
     wanted = runtime.device_type
     kind = getattr(device, "type", wanted)
-    found = getattr(device, "index", None) if hasattr(device, "type") else getattr(device, "id", device)
+    found = (
+        getattr(device, "index", None) if hasattr(device, "type") else getattr(device, "id", device)
+    )
     if isinstance(found, str):
         match = re.fullmatch(rf"(?:{wanted}:)?(\d+)", found)
         found = int(match[1]) if match else None
     if kind != wanted or isinstance(found, bool) or not isinstance(found, int) or found < 0:
-        raise DistArgumentError(f"device_id: {device!r} is not a {runtime.name} device with a number")
+        raise DistArgumentError(
+            f"device_id: {device!r} is not a {runtime.name} device with a number"
+        )
     return found
 
 
 def bound_device(context: Context, runtime: DeviceRuntime, explicit: bool) -> int | None:
-    """The device of a group before its first array: ``device_id``, else the launcher's local rank, else None.
+    """The device of a group before its first array: ``device_id``, else the launcher's local rank,
+    else None.
 
     That of arrays in host memory is known.
 
@@ -54,6 +60,7 @@ def bound_device(context: Context, runtime: DeviceRuntime, explicit: bool) -> in
     local = context.job.local_rank
     if not explicit or local is None:
         return None
-    if count == 1:  # the launcher shows each process its own device
+    # The launcher shows each process its own device.
+    if count == 1:
         return 0
     return local if local < count else None

@@ -23,7 +23,8 @@ class CommunicatorFactory:
         library, runtime: of the backend.
         config: the communicator's options.
         check: called while waiting; raises the error that has ended the group.
-        attempts: numbers the exchanges of ids: arguments may be refused, on all members, before another one.
+        attempts: numbers the exchanges of ids: arguments may be refused, on all members, before
+            another one.
     """
 
     context: Context
@@ -36,20 +37,24 @@ class CommunicatorFactory:
     def init(self, device: int, deadline: float) -> Communicator:
         """A communicator without a parent; all members call this."""
         context = self.context
-        ids, origin = exchange_ids(context, next(self.attempts), device, self.library, self.runtime, deadline)
+        ids, origin = exchange_ids(
+            context, next(self.attempts), device, self.library, self.runtime, deadline
+        )
         method = "comm_init" if len(ids) == 1 else "comm_init_scalable"
         begin = partial(self.library.comm_init, context.size, ids, context.rank, self.config)
         return self._make(device, begin, method, deadline, origin)
 
     def split(self, parent: Communicator, deadline: float) -> Communicator | None:
-        """A communicator of some members of the parent, which is idle; the others call :meth:`leave_out`.
+        """A communicator of some members of the parent, which is idle; the others call
+        :meth:`leave_out`.
 
         None if the library would order the ranks otherwise.
         """
         context = self.context
         positions = [parent.context.ranks.index(rank) for rank in context.ranks]
         if not self.library.splits_by_key and positions != sorted(positions):
-            self.leave_out(parent, deadline)  # the others take part in a split
+            # The others take part in a split.
+            self.leave_out(parent, deadline)
             return None
         made = self._split(parent, min(context.ranks), context.rank, deadline)
         return self._make(parent.device, lambda slot: made, "comm_split", deadline, parent.origin)
@@ -70,7 +75,9 @@ class CommunicatorFactory:
             raise parent.error(made[0], what, None)
         return made
 
-    def shrink(self, parent: Communicator, excluded: Sequence[int], deadline: float) -> Communicator:
+    def shrink(
+        self, parent: Communicator, excluded: Sequence[int], deadline: float
+    ) -> Communicator:
         """A communicator of the parent's remaining members."""
         shrink = partial(parent.shrink, list(excluded), self.config, deadline, self.check)
         return self._make(
@@ -78,7 +85,8 @@ class CommunicatorFactory:
         )
 
     def grow(self, parent: Communicator | None, device: int, deadline: float) -> Communicator:
-        """A communicator with more ranks than the parent, which is idle; ``parent`` is None on a new rank."""
+        """A communicator with more ranks than the parent, which is idle; ``parent`` is None on a
+        new rank."""
         context, library = self.context, self.library
         make_id = partial(library.comm_unique_id, parent.handle) if parent is not None else None
         attempt = next(self.attempts)
@@ -86,9 +94,12 @@ class CommunicatorFactory:
             context, attempt, device, library, self.runtime, deadline, make_id
         )
         if parent is None:
-            begin = partial(library.comm_grow, 0, context.size, unique_id, context.rank, self.config)
+            begin = partial(
+                library.comm_grow, 0, context.size, unique_id, context.rank, self.config
+            )
         else:
-            own_id = unique_id if context.rank == 0 else None  # only the rank that made the id passes it
+            # Only the rank that made the id passes it.
+            own_id = unique_id if context.rank == 0 else None
             begin = partial(library.comm_grow, parent.handle, context.size, own_id, -1, self.config)
         return self._make(device, begin, "comm_grow", deadline, origin)
 

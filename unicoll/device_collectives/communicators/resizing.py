@@ -1,8 +1,9 @@
 """Agreement on how the members of a group make a larger or smaller one.
 
-A group grows by what is equal on all of its members: whether they have connected, and whether the library can grow a
-communicator (NCCL from 2.29). The new ranks cannot know; rank 0 announces the decision through the store. After a
-failure the members may differ, so those that remain exchange what each can do before they shrink the group.
+A group grows by what is equal on all of its members: whether they have connected, and whether the
+library can grow a communicator (NCCL from 2.29). The new ranks cannot know; rank 0 announces the
+decision through the store. After a failure the members may differ, so those that remain exchange
+what each can do before they shrink the group.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from __future__ import annotations
 import json
 
 from unicoll.backend import Context
-from unicoll.device_collectives.communicators.agreement import Purpose, await_keys, gather_and_decide
+from unicoll.device_collectives.communicators.agreement import (
+    Purpose,
+    await_keys,
+    gather_and_decide,
+)
 from unicoll.device_collectives.communicators.communicator import Communicator
 from unicoll.device_collectives.communicators.devices import bound_device
 from unicoll.device_collectives.communicators.unique_id import starting
@@ -20,13 +25,14 @@ from unicoll.errors import DistArgumentError
 from unicoll.net.objects.received_json import from_store
 
 RESIZE, RECONNECT, LAZY = "resize", "reconnect", "lazy"
-"""The library grows or shrinks the communicator; all ranks make a new one, since it cannot; all do so at the first
-operation."""
+"""The library grows or shrinks the communicator; all ranks make a new one, since it cannot; all do
+so at the first operation."""
 _SHRINKING = Purpose("shrinking", "shrink the group")
 
 
 def decide_growth(context: Context, parent: Communicator | None) -> str:
-    """How the members of a group with communicator ``parent`` make the larger one; rank 0 announces it."""
+    """How the members of a group with communicator ``parent`` make the larger one; rank 0 announces
+    it."""
     if parent is None:
         decision = LAZY
     else:
@@ -49,9 +55,11 @@ def await_growth(context: Context, library: CollectiveLibrary, deadline: float) 
 
 
 def decide_shrink(context: Context, parent: Communicator | None, deadline: float) -> str:
-    """How the remaining members make group ``context``; ``parent`` is this rank's communicator, or None.
+    """How the remaining members make group ``context``; ``parent`` is this rank's communicator, or
+    None.
 
-    NCCL does not shrink a communicator that has an error, and the error may be on some of its ranks only.
+    NCCL does not shrink a communicator that has an error, and the error may be on some of its ranks
+    only.
 
     Raises:
         OperationTimeoutError, RankLostError: as :func:`.agreement.gather_and_decide`.
@@ -59,7 +67,9 @@ def decide_shrink(context: Context, parent: Communicator | None, deadline: float
     if parent is None:
         own = LAZY
     else:
-        own = RESIZE if parent.library.has("comm_shrink") and parent.state() == SUCCESS else RECONNECT
+        own = (
+            RESIZE if parent.library.has("comm_shrink") and parent.state() == SUCCESS else RECONNECT
+        )
     prefix = f"{context.backend}/{context.name}/shrink"
     decision: str = gather_and_decide(context, prefix, {"can": own}, _SHRINKING, deadline, _weakest)
     return decision

@@ -11,18 +11,20 @@ from unicoll.devices.device_runtime import DeviceRuntime
 from unicoll.process.interrupts import LazyThread
 
 END_S = 10.0
-"""How long the library may take to stop or end a communicator before the thread that waits for it is abandoned."""
+"""How long the library may take to stop or end a communicator before the thread that waits for it
+is abandoned."""
 _SPARE = 2
 """Idle threads that are kept: one ends a group, and waits while another one calls the library."""
 _CLOSE_S = 1.0
-"""How long :meth:`TeardownThreads.close` waits for threads at work, of which one may never return from the library."""
+"""How long :meth:`TeardownThreads.close` waits for threads at work, of which one may never return
+from the library."""
 
 
 class TeardownThreads:
     """The threads on which the communicators of a backend are ended.
 
-    They start with the first communicator: from Python 3.12 on no thread can be started while the interpreter ends,
-    which is when groups end that were not destroyed.
+    They start with the first communicator: from Python 3.12 on no thread can be started while the
+    interpreter ends, which is when groups end that were not destroyed.
 
     Args:
         backend: name of the backend.
@@ -52,7 +54,8 @@ class TeardownThreads:
         for thread in [*self._threads]:
             try:
                 thread.start(self._work)
-            except RuntimeError:  # the interpreter is ending
+            except RuntimeError:
+                # The interpreter is ending.
                 self._threads.remove(thread)
                 self._idle -= 1
 
@@ -71,7 +74,8 @@ class TeardownThreads:
         self._runtime.ignore_captures()
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # it refers to the group
+            # It refers to the group.
+            del task
             with self._lock:
                 if self._closed:
                     return

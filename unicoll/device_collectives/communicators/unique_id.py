@@ -1,6 +1,7 @@
 """Exchange of a library's unique id through the job's store.
 
-Every member publishes its device; rank 0 checks that the devices differ, makes the id and publishes it.
+Every member publishes its device; rank 0 checks that the devices differ, makes the id and publishes
+it.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ def starting(library: CollectiveLibrary) -> Purpose:
     return Purpose(
         f"starting {name}",
         f"start {name}",
-        f". A group without a device starts {name} at its first operation, sends and receives included; with device_id="
-        " of init_process_group or new_group it starts when the group is made",
+        f". A group without a device starts {name} at its first operation, sends and receives"
+        " included; with device_id= of init_process_group or new_group it starts when the group is"
+        " made",
     )
 
 
 class Origin(NamedTuple):
-    """Where the members of a communicator have exchanged their facts: in its group, or in the one it was split from.
+    """Where the members of a communicator have exchanged their facts: in its group, or in the one
+    it was split from.
 
     Attributes:
         context: the group.
@@ -64,11 +67,12 @@ def exchange_ids(
     deadline: float,
     make_id: MakeId | None = None,
 ) -> tuple[list[bytes], Origin]:
-    """The unique ids of a group; every member calls this, with its device, and with the number of its calls before.
+    """The unique ids of a group; every member calls this, with its device, and with the number of
+    its calls before.
 
-    If the library takes several ids, there is one for every :meth:`.ranks_per_id` ranks: these ranks connect first to
-    the rank that made the id, which would otherwise have to serve all ranks. With ``make_id``, rank 0 calls that in
-    place of ``unique_id``, and there is one id.
+    If the library takes several ids, there is one for every :meth:`.ranks_per_id` ranks: these
+    ranks connect first to the rank that made the id, which would otherwise have to serve all ranks.
+    With ``make_id``, rank 0 calls that in place of ``unique_id``, and there is one id.
 
     Raises:
         DistArgumentError: two members are on one device.
@@ -90,14 +94,22 @@ def exchange_ids(
     if hostid := library.host_id():
         facts["hostid"] = hostid
     answer = gather_and_decide(
-        context, prefix, facts, purpose, deadline, partial(_choose_roots, context, library, runtime, make_id)
+        context,
+        prefix,
+        facts,
+        purpose,
+        deadline,
+        partial(_choose_roots, context, library, runtime, make_id),
     )
     owners = roots(context.size, answer["roots"])
     keys = {f"{prefix}/id/{i}": owner for i, owner in enumerate(owners) if i}
     for key, owner in keys.items():
         if owner == context.rank:
             store.set(
-                key, json.dumps(outcome_to_publish(context, partial(_new_id, context, library), purpose))
+                key,
+                json.dumps(
+                    outcome_to_publish(context, partial(_new_id, context, library), purpose)
+                ),
             )
     made = [answer["id"]]
     if keys:
@@ -134,7 +146,8 @@ def _choose_roots(
     make_id: MakeId | None,
     facts: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Rank 0's answer to all members: the first id, the number of ids, and the members' compute capabilities."""
+    """Rank 0's answer to all members: the first id, the number of ids, and the members' compute
+    capabilities."""
     if not library.may_share_device():
         _refuse_sharing(context, runtime.device_type, facts)
     share = (library.ranks_per_id() if make_id is None else 0) or context.size
@@ -161,8 +174,9 @@ def _refuse_sharing(context: Context, kind: str, facts: list[dict[str, Any]]) ->
         if other != member:
             raise DistArgumentError(
                 f"group {context.name!r}: {_described(context, other, facts[other], kind)} and"
-                f" {_described(context, member, fact, kind)} are on the same device {fact['uuid']} of host"
-                f" {fact['host']}: give each rank a device of its own (device_id=, the current device, or LOCAL_RANK)",
+                f" {_described(context, member, fact, kind)} are on the same device {fact['uuid']}"
+                f" of host {fact['host']}: give each rank a device of its own (device_id=, the"
+                " current device, or LOCAL_RANK)",
                 group=context.name,
             )
 

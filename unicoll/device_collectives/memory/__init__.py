@@ -1,1 +1,2 @@
-"""Memory registered with the library: symmetric allocations, buffers and windows; one-sided operations."""
+"""Memory registered with the library: symmetric allocations, buffers and windows; one-sided
+operations."""

@@ -1,4 +1,5 @@
-"""The memory that is registered with a group's communicator: symmetric arrays, registered arrays and pools, windows."""
+"""The memory that is registered with a group's communicator: symmetric arrays, registered arrays
+and pools, windows."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class GroupMemory:
             close: called by the registration's ``close``; calls :meth:`remove` in the end.
 
         Raises:
-            DistArgumentError: the memory of a symmetric window is in another one, or at another offset on other ranks.
+            DistArgumentError: the memory of a symmetric window is in another one, or at another
+                offset on other ranks.
         """
         symmetric = symmetric and self._comm.library.has("window_register")
         if symmetric:
@@ -78,7 +80,8 @@ class GroupMemory:
             self._registered.remove(registered)
 
     def prepare_one_sided(self, call: OneSidedCall) -> None:
-        """Set the window of a put; DistArgumentError if the put does not fit in it, or there was no window."""
+        """Set the window of a put; DistArgumentError if the put does not fit in it, or there was no
+        window."""
         if not self._had_window:
             raise no_window(call, self._comm.context.name)
         if call.op.name != "put":
@@ -88,7 +91,8 @@ class GroupMemory:
         check_put(call, target, [region for region, _ in windows.values()])
 
     def _windows(self) -> dict[int, tuple[Region, int]]:
-        """By ``id`` of the user's object: the memory of a symmetric window, and the library's handle."""
+        """By ``id`` of the user's object: the memory of a symmetric window, and the library's
+        handle."""
         found = {id(r): (r.regions[0], r.single_window()) for r in self._registered}
         for array in self._symmetric.arrays:
             found[id(array)] = Region(array.device, array.ptr, array.nbytes), array.window
@@ -103,23 +107,29 @@ class GroupMemory:
             raise DistArgumentError(f"register: {failed}", op="register")
 
     def _overlap(self, regions: list[Region]) -> str:
-        """NCCL's behaviour is undefined for memory that is in two symmetric windows of a communicator."""
+        """NCCL's behaviour is undefined for memory that is in two symmetric windows of a
+        communicator."""
         taken = [r for each in self._registered if each.symmetric for r in each.regions]
         taken += [Region(a.device, a.ptr, a.nbytes) for a in self._symmetric.arrays]
         if any(r.overlaps(t.ptr, t.nbytes) for r in regions for t in taken):
-            return f"part of the memory is already in a symmetric window of group {self._comm.context.name!r}"
+            return (
+                "part of the memory is already in a symmetric window of group"
+                f" {self._comm.context.name!r}"
+            )
         return ""
 
-    # --- teardown -----------------------------------------------------------------------------------------------
+    # --- teardown ---------------------------------------------------------------------------------
 
     def deregister(self) -> None:
-        """Deregister everything before the communicator ends; nothing is in flight. Symmetric arrays stay allocated."""
+        """Deregister everything before the communicator ends; nothing is in flight. Symmetric
+        arrays stay allocated."""
         self._symmetric.deregister()
         for registered in self._registered:
             registered.deregister()
 
     def close(self, ended: bool) -> None:
-        """After the communicator has ended; with ``ended=False`` it was abandoned, and its kernels may still run."""
+        """After the communicator has ended; with ``ended=False`` it was abandoned, and its kernels
+        may still run."""
         self._symmetric.close(ended)
         if ended:
             for registered in self._registered:
@@ -128,4 +138,8 @@ class GroupMemory:
 
 def _misaligned(extents: list[Extent]) -> str:
     over = next((rest for extent in extents if (rest := extent.offset % _ALIGNMENT)), 0)
-    return f"{over} bytes too far for a window, which begins at a multiple of {_ALIGNMENT}" if over else ""
+    return (
+        f"{over} bytes too far for a window, which begins at a multiple of {_ALIGNMENT}"
+        if over
+        else ""
+    )

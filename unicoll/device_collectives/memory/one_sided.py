@@ -22,33 +22,42 @@ _UNSUPPORTED = (4, 5)
 
 
 def check_one_sided(call: Call, library: CollectiveLibrary) -> None:
-    """Raise BackendUnavailableError if the library cannot, DistArgumentError if the call's array is not on a GPU."""
+    """Raise BackendUnavailableError if the library cannot, DistArgumentError if the call's array is
+    not on a GPU."""
     if not library.has("put_signal"):
         raise BackendUnavailableError(
             f"{call.op.name}: one-sided operations need {library.needed('put_signal')}",
             op=call.op.name,
         )
     if call.inputs[0].device.type == "cpu":
-        raise DistArgumentError(f"{call.op.name}: {call.inputs[0]} is not on a GPU", op=call.op.name)
+        raise DistArgumentError(
+            f"{call.op.name}: {call.inputs[0]} is not on a GPU", op=call.op.name
+        )
 
 
 def no_window(call: Call, group: str) -> DistArgumentError:
     """The error of a call in a group that has had no symmetric window."""
     return DistArgumentError(
-        f"{call.op.name}: group {group!r} has had no symmetric window yet; one-sided operations need one:"
-        " call symmetric_empty() or register(symmetric=True) on all ranks first",
+        f"{call.op.name}: group {group!r} has had no symmetric window yet; one-sided operations"
+        " need one: call symmetric_empty() or register(symmetric=True) on all ranks first",
         op=call.op.name,
     )
 
 
 def set_up(
-    comm: Communicator, blocking: bool, stream: int, lock: AbstractContextManager[Any], deadline: float
+    comm: Communicator,
+    blocking: bool,
+    stream: int,
+    lock: AbstractContextManager[Any],
+    deadline: float,
 ) -> None:
-    """Set one-sided operations up after a communicator's first window, on all ranks, as NCCL 2.31 does itself.
+    """Set one-sided operations up after a communicator's first window, on all ranks, as NCCL 2.31
+    does itself.
 
-    NCCL 2.29 and 2.30 do it within the first one-sided operation of each rank, which waits for all ranks to make one,
-    though the others may have none to make. So each rank signals itself here. A failed signal would end a
-    non-blocking communicator, so for those the first one-sided operation does the set-up.
+    NCCL 2.29 and 2.30 do it within the first one-sided operation of each rank, which waits for all
+    ranks to make one, though the others may have none to make. So each rank signals itself here. A
+    failed signal would end a non-blocking communicator, so for those the first one-sided operation
+    does the set-up.
 
     Args:
         lock: held by a thread that issues operations on the device.
@@ -56,27 +65,31 @@ def set_up(
     library, what = comm.library, "setting one-sided operations up"
     if not library.has("signal") or library.sets_up_one_sided or not blocking:
         return
-    signal = partial(library.signal, comm.rank, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, comm.handle, stream)
+    signal = partial(
+        library.signal, comm.rank, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, comm.handle, stream
+    )
     with lock:
         code = comm.on_thread(signal, what, deadline)
         if code not in _UNSUPPORTED:
             comm.await_completion(code, what, deadline)
-            comm.await_completion(library.wait_signal([(comm.rank, 1)], comm.handle, stream), what, deadline)
+            comm.await_completion(
+                library.wait_signal([(comm.rank, 1)], comm.handle, stream), what, deadline
+            )
 
 
 def check_put(call: OneSidedCall, target: Region | None, windows: list[Region]) -> None:
     """Raise DistArgumentError if a put does not fit its window, or its array is in no window.
 
     Args:
-        target: this rank's memory in the put's window, as large as on the other ranks; None if the window is not one
-            of the group's.
+        target: this rank's memory in the put's window, as large as on the other ranks; None if the
+            window is not one of the group's.
         windows: all windows of the group.
     """
     source = call.inputs[0]
     if target is None:
         raise DistArgumentError(
-            f"put: {call.window!r} is no symmetric window of this group: give what register(symmetric=True) or"
-            " symmetric_empty() of it has returned",
+            f"put: {call.window!r} is no symmetric window of this group: give what"
+            " register(symmetric=True) or symmetric_empty() of it has returned",
             op="put",
         )
     start, end = source.ptr, source.ptr + source.nbytes
@@ -87,7 +100,9 @@ def check_put(call: OneSidedCall, target: Region | None, windows: list[Region]) 
     item = source.dtype.itemsize
     if call.offset * item + source.nbytes > target.nbytes:
         raise DistArgumentError(
-            f"put: {source} at offset {call.offset} goes beyond the window of {target.nbytes} bytes", op="put"
+            f"put: {source} at offset {call.offset} goes beyond the window of {target.nbytes}"
+            " bytes",
+            op="put",
         )
 
 

@@ -1,4 +1,5 @@
-"""Existing memory that is registered with a communicator: arrays, and the memory of an allocator's pool."""
+"""Existing memory that is registered with a communicator: arrays, and the memory of an allocator's
+pool."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Region(NamedTuple):
 
 
 def regions_of(memory: Any) -> list[Region]:
-    """The memory of a contiguous array on a GPU, or the memory that a ``torch.cuda.MemPool`` holds now.
+    """The memory of a contiguous array on a GPU, or the memory that a ``torch.cuda.MemPool`` holds
+    now.
 
     Raises:
         DistTypeError: the object is neither of them.
@@ -34,8 +36,8 @@ def regions_of(memory: Any) -> list[Region]:
         found = [Region(s["device"], s["address"], s["total_size"]) for s in memory.snapshot()]
     elif hasattr(memory, "free_all_blocks"):
         raise DistTypeError(
-            "register: CuPy's memory pools do not list the memory that they hold: register one large array and use"
-            " slices of it"
+            "register: CuPy's memory pools do not list the memory that they hold: register one"
+            " large array and use slices of it"
         )
     else:
         buffer = as_buffer(memory, "register")
@@ -43,7 +45,9 @@ def regions_of(memory: Any) -> list[Region]:
             raise DistArgumentError(f"register: {buffer} is not on a GPU", op="register")
         if buffer.unpack is not None:
             raise DistArgumentError(f"register: {buffer} is not contiguous", op="register")
-        found = [Region(buffer.device.index or 0, buffer.ptr, buffer.nbytes)] if buffer.count else []
+        found = (
+            [Region(buffer.device.index or 0, buffer.ptr, buffer.nbytes)] if buffer.count else []
+        )
     if not found:
         raise DistArgumentError("register: the array or pool is empty", op="register")
     if len({region.device for region in found}) > 1:
@@ -86,11 +90,16 @@ class RegisteredMemory(Registration):
         self.windows: list[int] = []
         try:
             for region in regions:
-                window = communicator.register_window(region.ptr, region.nbytes, deadline) if symmetric else 0
+                window = (
+                    communicator.register_window(region.ptr, region.nbytes, deadline)
+                    if symmetric
+                    else 0
+                )
                 if window:
                     self._handles.append((library.window_deregister, window))
                     self.windows.append(window)
-                else:  # NCCL gives no window if it has no use for one: on all ranks or on none
+                else:
+                    # NCCL gives no window if it has no use for one: on all ranks or on none.
                     self._handles.append((library.comm_deregister, self._buffer(region)))
         except BaseException:
             self.deregister()
@@ -114,7 +123,9 @@ class RegisteredMemory(Registration):
 
     def single_window(self) -> int:
         """The library's handle of the window; 0 if there is none, or several."""
-        return self.windows[0] if self.symmetric and not self.closed and len(self.windows) == 1 else 0
+        return (
+            self.windows[0] if self.symmetric and not self.closed and len(self.windows) == 1 else 0
+        )
 
     @property
     def closed(self) -> bool:
@@ -135,4 +146,6 @@ class RegisteredMemory(Registration):
     def __repr__(self) -> str:
         kind = "symmetric window" if self.symmetric else "registered"
         place = f"{self._communicator.runtime.device_type}:{self._communicator.device}"
-        return f"<Registration of {self.nbytes} bytes on {place}, {'closed' if self.closed else kind}>"
+        return (
+            f"<Registration of {self.nbytes} bytes on {place}, {'closed' if self.closed else kind}>"
+        )

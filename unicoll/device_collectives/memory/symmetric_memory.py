@@ -1,5 +1,5 @@
-"""Symmetric memory: the library allocates it and registers it with a communicator, for its symmetric kernels and
-zero-copy transports."""
+"""Symmetric memory: the library allocates it and registers it with a communicator, for its
+symmetric kernels and zero-copy transports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from unicoll.devices.device_runtime import LEGACY_STREAM, DeviceError, backoff, 
 from unicoll.errors import BackendUnavailableError, DistBackendError
 
 _FREE_S = 5.0
-"""Seconds to wait for the device before dropped memory is freed: when memory is short, and when the group closes."""
+"""Seconds to wait for the device before dropped memory is freed: when memory is short, and when the
+group closes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +40,11 @@ class _Dropped:
 class SymmetricMemory:
     """A group's symmetric memory, from its allocation until it is freed.
 
-    ncclMemFree waits for nothing, and the last reference to an array may be dropped on any thread, and on each rank at
-    another time. So the memory is freed later: when the device has done the group's operations that were in flight, and
-    the work that was then on the current streams of the thread that dropped the array; and when all members have
-    dropped it, before they register another window (:func:`agree_on_windows`), or at the end of the group.
+    ncclMemFree waits for nothing, and the last reference to an array may be dropped on any thread,
+    and on each rank at another time. So the memory is freed later: when the device has done the
+    group's operations that were in flight, and the work that was then on the current streams of the
+    thread that dropped the array; and when all members have dropped it, before they register
+    another window (:func:`agree_on_windows`), or at the end of the group.
     """
 
     def __init__(self, comm: Communicator, in_flight: InFlight) -> None:
@@ -54,7 +56,8 @@ class SymmetricMemory:
         self._ended = self._abandoned = False
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, deadline: float) -> DeviceArray:
-        """Allocate and register; all members call this with the same size, on the communicator's device.
+        """Allocate and register; all members call this with the same size, on the communicator's
+        device.
 
         Raises:
             BackendUnavailableError: the library has no windows (they came with NCCL 2.27).
@@ -68,7 +71,8 @@ class SymmetricMemory:
             )
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         ptr = self._allocate(nbytes, deadline)
-        self._count += 1  # on all members, whether the registration succeeds on this one or not
+        # On all members, whether the registration succeeds on this one or not.
+        self._count += 1
         window = comm.register_window(ptr, nbytes, deadline)
         made = DeviceArray(self, self._count, ptr, window, shape, dtype.storage, comm.device)
         self._arrays.add(made)
@@ -95,7 +99,8 @@ class SymmetricMemory:
     def agree(
         self, call: str, extents: list[Extent], failure: str, deadline: float, wait: float = 0.0
     ) -> str:
-        """Agree with the other members on the next windows, and free what all have dropped; a member's failure."""
+        """Agree with the other members on the next windows, and free what all have dropped; a
+        member's failure."""
         until = time.monotonic() + wait
         dropped = [one.number for one in list(self._dropped) if self._unused(one, until)]
         self._agreements += 1
@@ -106,7 +111,8 @@ class SymmetricMemory:
         return failed
 
     def drop(self, number: int, ptr: int, window: int) -> None:
-        """Take the memory of an array without references; any thread, since the garbage collector runs on any."""
+        """Take the memory of an array without references; any thread, since the garbage collector
+        runs on any."""
         runtime, device, events = self._comm.runtime, self._comm.device, []
         if self._abandoned:
             return
@@ -117,7 +123,8 @@ class SymmetricMemory:
                     if stream <= LEGACY_STREAM or not runtime.capturing(stream):
                         events.append(runtime.create_event(device))
                         runtime.record(events[-1], stream)
-        except DeviceError:  # the device has failed: the memory is not freed
+        except DeviceError:
+            # The device has failed: the memory is not freed.
             return
         operations = tuple(self._in_flight.operations)
         self._dropped.append(_Dropped(number, ptr, window, operations, tuple(events)))
@@ -141,11 +148,13 @@ class SymmetricMemory:
         self._free([one.number for one in list(self._dropped) if self._unused(one, until)])
 
     def _free(self, numbers: Container[int]) -> None:
-        """Free dropped memory that the device no longer uses; no other thread uses the communicator."""
+        """Free dropped memory that the device no longer uses; no other thread uses the
+        communicator."""
         comm = self._comm
         for one in [one for one in list(self._dropped) if one.number in numbers]:
             self._dropped.remove(one)
-            window = one.window if comm.handle else 0  # windows end with their communicator
+            # Windows end with their communicator.
+            window = one.window if comm.handle else 0
             if not window or not comm.library.window_deregister(comm.handle, window):
                 comm.library.mem_free(one.ptr)
             for event in one.events:
@@ -157,13 +166,15 @@ class SymmetricMemory:
         return list(self._arrays)
 
     def deregister(self) -> None:
-        """Deregister all windows before the communicator ends; nothing is in flight. The memory stays allocated."""
+        """Deregister all windows before the communicator ends; nothing is in flight. The memory
+        stays allocated."""
         self._free_unused()
         for array in list(self._arrays):
             array.deregister(self._comm)
 
     def close(self, ended: bool) -> None:
-        """Called after the communicator has ended, or with ``ended=False`` was abandoned: its kernels may still run."""
+        """Called after the communicator has ended, or with ``ended=False`` was abandoned: its
+        kernels may still run."""
         self._ended, self._abandoned = True, not ended
         if ended:
             self._free_unused()
@@ -173,9 +184,10 @@ class SymmetricMemory:
 class DeviceArray:
     """An array in symmetric memory; CuPy and torch use it through ``__cuda_array_interface__``.
 
-    Its memory is freed once all ranks have dropped their last reference: before the next symmetric memory of the group,
-    or at the group's end, after the group's operations in flight and the work on the current streams of the thread that
-    dropped it. Wait for other streams that use the array before you drop it.
+    Its memory is freed once all ranks have dropped their last reference: before the next symmetric
+    memory of the group, or at the group's end, after the group's operations in flight and the work
+    on the current streams of the thread that dropped it. Wait for other streams that use the array
+    before you drop it.
 
     Attributes:
         owner: the group's symmetric memory; number: of the array in it, equal on all ranks.

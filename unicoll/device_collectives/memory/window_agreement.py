@@ -1,10 +1,11 @@
 """Agreement of a group's members before each symmetric window, through the job's store.
 
-ncclCommWindowRegister waits for all ranks without limit, so a rank that is missing, or cannot take part, has to be
-found before it. And from 2.28 on NCCL places a window at the first free offset of an address range, which is also its
-multicast address. If a window were deregistered earlier on one rank than on another, the offsets of the next one would
-differ, and NCCL's kernels would write to the wrong memory. So the members also agree on the windows that all of them
-have dropped, and deregister those before they register the next one.
+ncclCommWindowRegister waits for all ranks without limit, so a rank that is missing, or cannot take
+part, has to be found before it. And from 2.28 on NCCL places a window at the first free offset of
+an address range, which is also its multicast address. If a window were deregistered earlier on one
+rank than on another, the offsets of the next one would differ, and NCCL's kernels would write to
+the wrong memory. So the members also agree on the windows that all of them have dropped, and
+deregister those before they register the next one.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ def agree_on_windows(
         failure: why this member cannot register its memory, or "".
 
     Returns:
-        The numbers of the windows that all members have dropped, and a member's failure, with its name, or "".
+        The numbers of the windows that all members have dropped, and a member's failure, with its
+        name, or "".
 
     Raises:
         DistArgumentError: calls or extents differ between the members.
         OperationTimeoutError, RankLostError: as :func:`.agreement.gather_and_decide`.
     """
-    prefix, previous = (f"{context.backend}/{context.name}/window/{n}" for n in (number, number - 1))
+    prefix, previous = (
+        f"{context.backend}/{context.name}/window/{n}" for n in (number, number - 1)
+    )
     freed, failed = gather_and_decide(
         context,
         prefix,
@@ -60,9 +64,11 @@ def agree_on_windows(
         partial(_answer, context),
     )
     store = context.job.store
-    store.delete_key(f"{prefix}/{context.rank}")  # rank 0 has read it
+    # Rank 0 has read it.
+    store.delete_key(f"{prefix}/{context.rank}")
     if context.rank == 0:
-        store.delete_key(f"{previous}/answer")  # all have read it
+        # All have read it.
+        store.delete_key(f"{previous}/answer")
     return freed, failed
 
 
@@ -70,9 +76,12 @@ def _answer(context: Context, facts: list[dict[str, Any]]) -> tuple[list[int], s
     """What rank 0 answers to all members."""
     failed = [f"{context.who(m)}: {f['failure']}" for m, f in enumerate(facts) if f["failure"]]
     if not failed and any(_described(f) != _described(facts[0]) for f in facts):
-        calls = "; ".join(f"rank {context.ranks[m]} {_described(f)}" for m, f in enumerate(facts[:16]))
+        calls = "; ".join(
+            f"rank {context.ranks[m]} {_described(f)}" for m, f in enumerate(facts[:16])
+        )
         raise DistArgumentError(
-            f"{facts[0]['call']}: symmetric memory differs between the ranks of group {context.name!r}: {calls}",
+            f"{facts[0]['call']}: symmetric memory differs between the ranks of group"
+            f" {context.name!r}: {calls}",
             group=context.name,
         )
     common = set.intersection(*(set(f["dropped"]) for f in facts))
@@ -81,5 +90,7 @@ def _answer(context: Context, facts: list[dict[str, Any]]) -> tuple[list[int], s
 
 def _described(fact: dict[str, Any]) -> str:
     """A member's call and its windows: ``register of 4096 bytes at 512 of their allocation``."""
-    parts = [f"{n} bytes" + (f" at {at} of their allocation" if at else "") for n, at in fact["extents"]]
+    parts = [
+        f"{n} bytes" + (f" at {at} of their allocation" if at else "") for n, at in fact["extents"]
+    ]
     return f"{fact['call']} of {', '.join(parts)}"

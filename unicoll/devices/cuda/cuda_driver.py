@@ -1,7 +1,8 @@
 """The CUDA driver API by ctypes: NVIDIA's devices with NVIDIA's driver only.
 
-The driver API is independent of the CUDA toolkit that CuPy or torch includes: all share the primary context of each
-device, and with it streams, events and memory. Signatures are those of ``cuda.h`` 12 and 13.
+The driver API is independent of the CUDA toolkit that CuPy or torch includes: all share the primary
+context of each device, and with it streams, events and memory. Signatures are those of ``cuda.h``
+12 and 13.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ class CudaDriver(Driver):
     # --- calls ---
 
     def _failed(self, name: str, code: int, *arguments: Any) -> int:
-        """Repeat a call that failed for lack of a current context with some context; raise for any other error."""
+        """Repeat a call that failed for lack of a current context with some context; raise for any
+        other error."""
         if code == _INVALID_CONTEXT and not self._current():
             device = next(iter(self._contexts), 0)
             with self._on(device):

@@ -1,4 +1,5 @@
-"""What CUDA's driver API and HIP's API have in common: a :class:`DeviceRuntime` over a C library, by ctypes."""
+"""What CUDA's driver API and HIP's API have in common: a :class:`DeviceRuntime` over a C library,
+by ctypes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_float,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_uint64,
+    c_void_p,
+)
 from typing import Any, ClassVar, NoReturn
 
 from unicoll.devices.device_runtime import DeviceError, DeviceFacts, DeviceRuntime
@@ -72,8 +84,10 @@ class _Functions:
             setattr(self, name, function)
 
     def __getattr__(
-        self, name: str
-    ) -> Callable[..., int]:  # declared for type checkers; __init__ sets all functions
+        self,
+        name: str,
+        # Declared for type checkers; __init__ sets all functions.
+    ) -> Callable[..., int]:
         raise AttributeError(name)
 
 
@@ -86,14 +100,15 @@ class _ForkedChild:
     def __getattr__(self, name: str) -> NoReturn:
         library, symbols = self._driver
         raise DeviceError(
-            f"{symbols[name]}: {library} cannot be used in this process, which was forked after its parent had"
-            f" initialised {library}: start processes with unicoll.spawn, unicoll.run or multiprocessing's 'spawn'"
-            " method"
+            f"{symbols[name]}: {library} cannot be used in this process, which was forked after its"
+            f" parent had initialised {library}: start processes with unicoll.spawn, unicoll.run or"
+            " multiprocessing's 'spawn' method"
         )
 
 
 class _QueryOutputs(threading.local):
-    """Output memory of the attributes of an address; allocated once per thread, since the call is frequent."""
+    """Output memory of the attributes of an address; allocated once per thread, since the call is
+    frequent."""
 
     def __init__(self) -> None:
         self.values = (c_int * len(_POINTER_ATTRIBUTES))()
@@ -242,8 +257,15 @@ class Driver(DeviceRuntime):
     def device_of(self, ptr: int) -> int:
         query = self._query
         query.values[0] = _UNREGISTERED
-        query.values[1] = 0  # HIP writes a bool there
-        self._call("pointer_attributes", len(_POINTER_ATTRIBUTES), _POINTER_ATTRIBUTES, query.addresses, ptr)
+        # HIP writes a bool there.
+        query.values[1] = 0
+        self._call(
+            "pointer_attributes",
+            len(_POINTER_ATTRIBUTES),
+            _POINTER_ATTRIBUTES,
+            query.addresses,
+            ptr,
+        )
         kind, managed, device = query.values
         return -1 if kind == _UNREGISTERED or (kind == _HOST_MEMORY and not managed) else device
 
@@ -284,7 +306,10 @@ class Driver(DeviceRuntime):
 
     def _find_facts(self, device: int) -> DeviceFacts:
         handle = self._handle(device)
-        name, bus = ctypes.create_string_buffer(_TEXT_BYTES), ctypes.create_string_buffer(_TEXT_BYTES)
+        name, bus = (
+            ctypes.create_string_buffer(_TEXT_BYTES),
+            ctypes.create_string_buffer(_TEXT_BYTES),
+        )
         self._call("device_name", name, _TEXT_BYTES, handle)
         self._call("device_bus", bus, _TEXT_BYTES, handle)
         memory, ident = c_size_t(), (c_ubyte * 16)()

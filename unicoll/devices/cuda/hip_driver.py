@@ -1,8 +1,10 @@
-"""HIP's API by ctypes: AMD's devices with the HIP runtime only, which CuPy and torch for ROCm use, too.
+"""HIP's API by ctypes: AMD's devices with the HIP runtime only, which CuPy and torch for ROCm use,
+too.
 
-The current device of a thread takes the place of CUDA's contexts; streams, events and memory are as in CUDA. A process
-must have one copy of the runtime, so the one that it has mapped already is used, else that of torch, which it may
-import later. Signatures are those of ``hip_runtime_api.h`` 6 and 7.
+The current device of a thread takes the place of CUDA's contexts; streams, events and memory are as
+in CUDA. A process must have one copy of the runtime, so the one that it has mapped already is used,
+else that of torch, which it may import later. Signatures are those of ``hip_runtime_api.h`` 6 and
+7.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ SYMBOLS = {
 
 
 def library_folders() -> Iterator[Path]:
-    """Folders with ROCm's libraries: those of torch, of the wheels beside it, of the system. torch is not imported."""
+    """Folders with ROCm's libraries: those of torch, of the wheels beside it, of the system. torch
+    is not imported."""
     for package in package_folders("torch"):
         yield package / "lib"
         yield from sorted(package.parent.glob("_rocm_sdk_*/lib"))
@@ -86,12 +89,16 @@ def library_folders() -> Iterator[Path]:
 
 
 FILE = SharedLibrary(
-    ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"), "/libamdhip64.so", "hipInit", library_folders
+    ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"),
+    "/libamdhip64.so",
+    "hipInit",
+    library_folders,
 )
 
 
 def is_expected() -> bool:
-    """True if the machine has AMD's kernel driver for GPUs, or the runtime is named in the environment."""
+    """True if the machine has AMD's kernel driver for GPUs, or the runtime is named in the
+    environment."""
     return bool(os.environ.get(VARIABLE)) or os.path.exists(_KERNEL_DRIVER)
 
 
@@ -123,7 +130,8 @@ def _visible() -> str:
 
 
 class _ThreadDevice(threading.local):
-    """Whether this thread has a device of its own: HIP has device 0 for a thread that never chose one."""
+    """Whether this thread has a device of its own: HIP has device 0 for a thread that never chose
+    one."""
 
     chosen = False
 
@@ -154,7 +162,10 @@ class HipDriver(Driver):
     @property
     def description(self) -> str:
         """``HIP 6.4 runtime (/opt/rocm/lib/libamdhip64.so.6)``."""
-        return f"HIP {self._version // 10000000}.{self._version // 100000 % 100} runtime ({self._path})"
+        return (
+            f"HIP {self._version // 10000000}.{self._version // 100000 % 100} runtime"
+            f" ({self._path})"
+        )
 
     def current_device(self) -> int:
         found = self._number("get_device")
@@ -179,8 +190,9 @@ class HipDriver(Driver):
     def event_done(self, event: int) -> bool:
         """As in CUDA; False as long as the stream of the event captures a graph.
 
-        HIP 6 makes the capture invalid if an event of the stream is queried, also one that was recorded before. It
-        reads the memory of the stream, too, so a stream that was destroyed, which waited for its work, is not queried.
+        HIP 6 makes the capture invalid if an event of the stream is queried, also one that was
+        recorded before. It reads the memory of the stream, too, so a stream that was destroyed,
+        which waited for its work, is not queried.
         """
         stream = self._recorded_on.get(event, 0)
         if stream > PER_THREAD_STREAM:
@@ -203,7 +215,8 @@ class HipDriver(Driver):
         return super()._failed(name, code, *arguments)
 
     def _forget_code(self) -> bool:
-        """Clear the code of this thread's last call, which torch would take for that of its own next one; False."""
+        """Clear the code of this thread's last call, which torch would take for that of its own
+        next one; False."""
         self._c.last_error()
         return False
 
@@ -212,5 +225,6 @@ class HipDriver(Driver):
         return (name or b"").decode(errors="replace"), (text or b"").decode(errors="replace")
 
     def _uuid(self, ident: bytes, bus: str) -> str:
-        """The name in ``HIP_VISIBLE_DEVICES``, which some devices lack, and the bus id: partitions share the name."""
+        """The name in ``HIP_VISIBLE_DEVICES``, which some devices lack, and the bus id: partitions
+        share the name."""
         return f"GPU-{ident.decode()}-{bus}" if _IDENT.fullmatch(ident) else f"GPU-{bus}"

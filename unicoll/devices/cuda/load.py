@@ -11,8 +11,9 @@ from unicoll.devices.device_runtime import DeviceRuntime
 def load() -> DeviceRuntime | str:
     """The initialised runtime; or the reason why there is none.
 
-    It is the one of CUDA and HIP that has a device. HIP comes first if the process has mapped it, as torch for ROCm
-    does, or an MPI library that can use it; alone, if ``UNICOLL_HIP_LIBRARY`` names it.
+    It is the one of CUDA and HIP that has a device. HIP comes first if the process has mapped it,
+    as torch for ROCm does, or an MPI library that can use it; alone, if ``UNICOLL_HIP_LIBRARY``
+    names it.
     """
     if os.environ.get(hip_driver.VARIABLE):
         return hip_driver.load()

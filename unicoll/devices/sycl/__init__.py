@@ -1,1 +1,2 @@
-"""SYCL devices, such as Intel's GPUs: the device runtimes of ``xpu`` arrays, by torch and by dpctl."""
+"""SYCL devices, such as Intel's GPUs: the device runtimes of ``xpu`` arrays, by torch and by
+dpctl."""

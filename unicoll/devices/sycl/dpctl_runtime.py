@@ -49,20 +49,23 @@ class _ForkedChild:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise DeviceError(
-            "SYCL cannot be used in this process, which was forked after its parent had used it: start processes with"
-            " unicoll.spawn, unicoll.run or multiprocessing's 'spawn' method"
+            "SYCL cannot be used in this process, which was forked after its parent had used it:"
+            " start processes with unicoll.spawn, unicoll.run or multiprocessing's 'spawn' method"
         )
 
     __getitem__ = __getattr__
 
 
 class DpctlRuntime(SyclRuntime):
-    """All SYCL devices, by dpctl: Intel's GPUs first, in Level Zero's order as in torch, then the others.
+    """All SYCL devices, by dpctl: Intel's GPUs first, in Level Zero's order as in torch, then the
+    others.
 
-    Queues of the program are known from its arrays. They are kept: SYCL does not tell when a queue is no longer used.
+    Queues of the program are known from its arrays. They are kept: SYCL does not tell when a queue
+    is no longer used.
     """
 
-    frees_in_order = False  # dpctl waits for its own operations only
+    # Dpctl waits for its own operations only.
+    frees_in_order = False
 
     def __init__(self, dpctl: Any) -> None:
         self._dpctl: Any = dpctl
@@ -73,8 +76,10 @@ class DpctlRuntime(SyclRuntime):
         self._thread = _Thread()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._queues: Any = {}  # by handle
-        self._handles: Any = {}  # by queue; different objects for a queue are equal
+        # By handle.
+        self._queues: Any = {}
+        # By queue; different objects for a queue are equal.
+        self._handles: Any = {}
         self._events: dict[int, _Event] = {}
         self._memory: dict[int, Any] = {}
         self._marks: dict[int, Any] = {}
@@ -97,8 +102,11 @@ class DpctlRuntime(SyclRuntime):
 
     def facts(self, device: int) -> DeviceFacts:
         found = self._devices[device]
-        # dpctl has no unique id of a device, and its number depends on the variables that hide others
-        hidden = "/".join(os.environ.get(v, "") for v in (self.visible_devices, "ONEAPI_DEVICE_SELECTOR"))
+        # dpctl has no unique id of a device, and its number depends on the variables that hide
+        # others
+        hidden = "/".join(
+            os.environ.get(v, "") for v in (self.visible_devices, "ONEAPI_DEVICE_SELECTOR")
+        )
         return DeviceFacts(
             found.name.strip(), f"{found.filter_string} {hidden}", "", found.global_mem_size, (0, 0)
         )
@@ -119,7 +127,9 @@ class DpctlRuntime(SyclRuntime):
     def place_of(self, queue: Any) -> tuple[int, int]:
         device = queue.sycl_device
         if device not in self._devices:
-            raise DistTypeError(f"arrays on a part of a device cannot be communicated: {device.name}")
+            raise DistTypeError(
+                f"arrays on a part of a device cannot be communicated: {device.name}"
+            )
         return self._devices.index(device), self._handles.get(queue) or self._keep(queue)
 
     def default_queue(self, number: int) -> Any:
@@ -133,7 +143,10 @@ class DpctlRuntime(SyclRuntime):
 
     def create_stream(self, device: int, high_priority: bool = False) -> int:
         found = self._devices[device]
-        properties = ["in_order", *(["enable_profiling"] if found.has_aspect_queue_profiling else [])]
+        properties = [
+            "in_order",
+            *(["enable_profiling"] if found.has_aspect_queue_profiling else []),
+        ]
         with errors("sycl::queue"):
             return self._keep(self._dpctl.SyclQueue(found, property=properties))
 
@@ -152,7 +165,8 @@ class DpctlRuntime(SyclRuntime):
             if self._complete(mark):
                 self._marks.pop(stream, None)
                 return True
-            self._marks[stream] = mark  # dpctl cannot ask a queue; later calls ask this barrier
+            # Dpctl cannot ask a queue; later calls ask this barrier.
+            self._marks[stream] = mark
             return False
 
     def create_event(self, device: int, timing: bool = False) -> int:
@@ -193,7 +207,9 @@ class DpctlRuntime(SyclRuntime):
 
     def _allocate(self, kind: Any, device: int, nbytes: int) -> int:
         with errors(kind.__name__):
-            made = kind(max(nbytes, 1), queue=self._dpctl.get_device_cached_queue(self._devices[device]))
+            made = kind(
+                max(nbytes, 1), queue=self._dpctl.get_device_cached_queue(self._devices[device])
+            )
         ptr: int = made.__sycl_usm_array_interface__["data"][0]
         self._memory[ptr] = made
         return ptr
@@ -210,4 +226,6 @@ class DpctlRuntime(SyclRuntime):
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         queue, usm = self._queues[stream], self._usm.as_usm_memory
         with errors("queue::memcpy"):
-            queue.memcpy_async(usm(_Memory(to, nbytes, queue)), usm(_Memory(source, nbytes, queue)), nbytes)
+            queue.memcpy_async(
+                usm(_Memory(to, nbytes, queue)), usm(_Memory(source, nbytes, queue)), nbytes
+            )

@@ -1,4 +1,5 @@
-"""The runtime of SYCL devices in this process: torch's if the program has imported a torch for XPU, else dpctl's."""
+"""The runtime of SYCL devices in this process: torch's if the program has imported a torch for XPU,
+else dpctl's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What torch's and dpctl's runtimes of SYCL devices have in common.
 
-SYCL has no C API, so its calls go through a Python library. A stream is a ``sycl::queue``; its handle is the queue's
-address, as in ``torch.xpu.Stream.sycl_queue`` and ``dpctl.SyclQueue.addressof_ref()``.
+SYCL has no C API, so its calls go through a Python library. A stream is a ``sycl::queue``; its
+handle is the queue's address, as in ``torch.xpu.Stream.sycl_queue`` and
+``dpctl.SyclQueue.addressof_ref()``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class SyclRuntime(DeviceRuntime):
             DistTypeError: the runtime is not dpctl's, or does not have the device.
         """
         raise DistTypeError(
-            "arrays of dpctl cannot be communicated in a process with a torch for XPU: make tensors of them with"
-            " torch.from_dlpack"
+            "arrays of dpctl cannot be communicated in a process with a torch for XPU: make tensors"
+            " of them with torch.from_dlpack"
         )
 
     def default_queue(self, number: int) -> Any:

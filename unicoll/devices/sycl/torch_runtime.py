@@ -36,12 +36,16 @@ class TorchRuntime(SyclRuntime):
 
     def facts(self, device: int) -> DeviceFacts:
         found = self._xpu.get_device_properties(device)
-        # before torch 2.9 there is no unique id, and the number depends on the variable that hides others
-        uuid = getattr(found, "uuid", None) or f"{device} {os.environ.get(self.visible_devices, '')}"
+        # before torch 2.9 there is no unique id, and the number depends on the variable that hides
+        # others
+        uuid = (
+            getattr(found, "uuid", None) or f"{device} {os.environ.get(self.visible_devices, '')}"
+        )
         return DeviceFacts(found.name, f"GPU-{uuid}", "", found.total_memory, (0, 0))
 
     def peer_access(self, device: int, other: int) -> tuple[bool, bool]:
-        query = getattr(self._xpu, "can_device_access_peer", None)  # from torch 2.9 on
+        # From torch 2.9 on.
+        query = getattr(self._xpu, "can_device_access_peer", None)
         return bool(query is not None and query(device, other)), False
 
     def current_device(self) -> int:
@@ -49,7 +53,8 @@ class TorchRuntime(SyclRuntime):
 
     def set_device(self, device: int) -> None:
         with errors("torch.xpu.set_device"):
-            self._xpu.set_device(max(0, device))  # torch's default
+            # Torch's default.
+            self._xpu.set_device(max(0, device))
 
     # --- streams and events ---
 
@@ -69,12 +74,19 @@ class TorchRuntime(SyclRuntime):
             return self._keep(self._xpu.Stream(device, priority=-1 if high_priority else 0))
 
     def destroy_stream(self, stream: int) -> None:
-        pass  # another user of torch's may have the same one
+        # Another user of torch's may have the same one.
+        pass
 
     def capturing(self, stream: int) -> bool:
-        query = getattr(self._xpu, "is_current_stream_capturing", None)  # from torch 2.10 on
+        # From torch 2.10 on.
+        query = getattr(self._xpu, "is_current_stream_capturing", None)
         device = self.current_device()
-        return query is not None and device >= 0 and stream == self.current_stream(device) and bool(query())
+        return (
+            query is not None
+            and device >= 0
+            and stream == self.current_stream(device)
+            and bool(query())
+        )
 
     def stream_done(self, stream: int) -> bool:
         with errors("torch.xpu.Stream.query"):
@@ -108,7 +120,9 @@ class TorchRuntime(SyclRuntime):
 
     def allocate(self, device: int, nbytes: int) -> int:
         with errors("torch.empty"):
-            made = self._torch.empty(max(nbytes, 1), dtype=self._torch.uint8, device=f"xpu:{device}")
+            made = self._torch.empty(
+                max(nbytes, 1), dtype=self._torch.uint8, device=f"xpu:{device}"
+            )
             # kernels that used the memory before may still be on the stream
             self._xpu.current_stream(device).synchronize()
         return self._hold(made)
@@ -137,7 +151,8 @@ class TorchRuntime(SyclRuntime):
             )
 
     def _bytes(self, ptr: int, nbytes: int, device: Any) -> Any:
-        """A tensor over memory of the device, or over page-locked memory, which the device reaches as well."""
+        """A tensor over memory of the device, or over page-locked memory, which the device reaches
+        as well."""
         torch = self._torch
         storage = torch._C._construct_storage_from_data_pointer(ptr, device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,))

@@ -1,1 +1,2 @@
-"""The control plane: liveness of the ranks, failures of groups, and reports of what each rank is doing."""
+"""The control plane: liveness of the ranks, failures of groups, and reports of what each rank is
+doing."""

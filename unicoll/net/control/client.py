@@ -1,10 +1,11 @@
 """A process's client of the control plane.
 
-Every process has one authenticated connection to a relay in rank 0. The connection shows that the process is alive:
-when it dies the kernel closes the connection, and the relay informs all ranks. When rank 0 ends before others, the
-lowest remaining rank hosts a relay in its place, and a store if the job's store has ended with rank 0
-(:mod:`unicoll.net.control.standby`). Failures of a group are announced through the relay, which keeps the first one of
-each group, so that all ranks raise the same error. Operations that succeed do not use the control plane.
+Every process has one authenticated connection to a relay in rank 0. The connection shows that the
+process is alive: when it dies the kernel closes the connection, and the relay informs all ranks.
+When rank 0 ends before others, the lowest remaining rank hosts a relay in its place, and a store if
+the job's store has ended with rank 0 (:mod:`unicoll.net.control.standby`). Failures of a group are
+announced through the relay, which keeps the first one of each group, so that all ranks raise the
+same error. Operations that succeed do not use the control plane.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ from unicoll.net.objects.received_json import from_store
 from unicoll.net.wire.authenticated_server import describe_refusals
 from unicoll.net.wire.channel import Connection
 from unicoll.net.wire.framed_server import read_frame
-from unicoll.net.wire.interfaces import FIREWALL_HINT, in_zone_of, join_hostport, require_descriptors
+from unicoll.net.wire.interfaces import (
+    FIREWALL_HINT,
+    in_zone_of,
+    join_hostport,
+    require_descriptors,
+)
 from unicoll.net.wire.records import TamperedError
 from unicoll.process import environment, logs
 from unicoll.process.formatting import printable_values, ranks_text
@@ -53,7 +59,8 @@ if TYPE_CHECKING:
 log = logs.logger("control")
 
 _LEAVE_S = 1.0
-"""Seconds for which there is no relay after its process has left the job: the other ranks usually leave, too."""
+"""Seconds for which there is no relay after its process has left the job: the other ranks usually
+leave, too."""
 _TAKEOVER_S = 30.0
 """Seconds in which the ranks connect to a new relay after the relay's process has ended."""
 _REFUSALS_S = 1.0
@@ -66,7 +73,8 @@ _REPLY_S = 1.0
 
 
 class StaleRendezvousError(DistNetworkError):
-    """Rank 0 of an earlier job has left its address in the store, and rank 0 of this job has replaced its record."""
+    """Rank 0 of an earlier job has left its address in the store, and rank 0 of this job has
+    replaced its record."""
 
 
 class ControlClient:
@@ -76,7 +84,8 @@ class ControlClient:
         address: this host's address, for the relay to listen on.
         store_ends_with_rank_0: True if the job's store may end with rank 0's process.
         allows_pickle: True if this process accepts pickles from the others.
-        host_timeout: seconds after which a host that does not answer counts as down; None is no limit.
+        host_timeout: seconds after which a host that does not answer counts as down; None is no
+            limit.
 
     Attributes:
         peers: the :class:`PeerInfo` of each rank, once all have joined.
@@ -85,8 +94,9 @@ class ControlClient:
         died: the departed ranks that ended without leaving the job.
         job_id: random text, equal on all ranks, once all have joined.
         clock: the offset to rank 0's clock.
-        failure_listeners: functions that are called with a group's name and error, once for each group that fails,
-            before its calls raise the error; also for groups of other ranks whose failure the relay announces here.
+        failure_listeners: functions that are called with a group's name and error, once for each
+            group that fails, before its calls raise the error; also for groups of other ranks whose
+            failure the relay announces here.
         await_departure, find_lost_rank: methods of :class:`Departures`.
         group_failure, announce_failure: methods of :class:`GroupFailures`.
         request_reports: the method of :class:`Reports`.
@@ -136,18 +146,25 @@ class ControlClient:
         self.request_reports = self._reports.request_reports
         self._handlers: dict[str, Callable[[Message], None]] = {}
         self._ready = False
-        self._closed = False  # True once close() has begun
+        # True once close() has begun.
+        self._closed = False
         self._close_done = False
         self._joined: list[int] = []
-        self._relay_rank = 0  # the rank that hosts the relay
-        self._takeover_possible = True  # False: no other rank hosts a relay when that rank has ended
+        # The rank that hosts the relay.
+        self._relay_rank = 0
+        # False: no other rank hosts a relay when that rank has ended.
+        self._takeover_possible = True
         self._standby = Standby(rank, size, key, address, store_ends_with_rank_0, host_timeout)
         self._store_timeout = timedelta(seconds=300)
 
-    # --- joining and leaving ---------------------------------------------------------------------------------
+    # --- joining and leaving ----------------------------------------------------------------------
 
     def start(
-        self, store: Store, timeout: float, address: str = "", replaced: Callable[[], bool] | None = None
+        self,
+        store: Store,
+        timeout: float,
+        address: str = "",
+        replaced: Callable[[], bool] | None = None,
     ) -> None:
         """Join the job; returns when every rank of the world has joined.
 
@@ -156,7 +173,8 @@ class ControlClient:
             replaced: that of :class:`unicoll.bootstrap.rendezvous.Rendezvous`.
 
         Raises:
-            OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has them.
+            OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has
+                them.
             RankLostError: a rank died meanwhile.
             StaleRendezvousError: this is an earlier rendezvous, whose rank 0 has ended.
         """
@@ -170,13 +188,17 @@ class ControlClient:
         missing = set(range(self.size)).difference(self._relay.connected())
         return f"{ranks_text(missing)} of {self.size}; the store is at {address}" if missing else ""
 
-    def _start(self, store: Store, timeout: float, address: str, replaced: Callable[[], bool] | None) -> None:
+    def _start(
+        self, store: Store, timeout: float, address: str, replaced: Callable[[], bool] | None
+    ) -> None:
         deadline = time.monotonic() + timeout
         self._store_timeout = store.timeout
         self._standby.listen()
         if self.rank == 0:
             require_descriptors(self.size, f"rank 0 of {self.size} ranks")
-            self._relay = Relay(self.size, self._key, self._address, host_timeout=self._host_timeout)
+            self._relay = Relay(
+                self.size, self._key, self._address, host_timeout=self._host_timeout
+            )
             store.set("control", json.dumps(self._relay.addresses[0]))
         try:
             self._await_control_port(store, deadline, replaced)
@@ -192,7 +214,9 @@ class ControlClient:
         try:
             sock = self._connect_to_rank_0(store, host, port, deadline)
         except (RankLostError, DistNetworkError) as e:
-            self._waits_for = f"a new record of rank 0, since {host}:{port} of the last one does not answer"
+            self._waits_for = (
+                f"a new record of rank 0, since {host}:{port} of the last one does not answer"
+            )
             if isinstance(e, AuthenticationError) or not _await_replacement(replaced, deadline):
                 raise
             raise StaleRendezvousError(str(e)) from e
@@ -203,10 +227,13 @@ class ControlClient:
         self._thread.start()
         self._await_ranks(store, deadline, timeout, address, replaced)
 
-    def _await_control_port(self, store: Store, deadline: float, replaced: Callable[[], bool] | None) -> None:
+    def _await_control_port(
+        self, store: Store, deadline: float, replaced: Callable[[], bool] | None
+    ) -> None:
         """Wait until rank 0 has stored its address; StoreTimeoutError, StaleRendezvousError."""
         while True:
-            left = seconds_left(deadline)  # by default it would wait for the store's own timeout
+            # By default it would wait for the store's own timeout.
+            left = seconds_left(deadline)
             try:
                 store.wait(["control"], left if replaced is None else min(left, _STALE_CHECK_S))
                 return
@@ -230,9 +257,10 @@ class ControlClient:
             if raised_by_handler(e):
                 raise
             error = DistNetworkError(
-                f"rank 0's control port {join_hostport(host, port)} cannot be reached: {e}. The store can be reached,"
-                f" so a firewall may let only some ports through ({FIREWALL_HINT}), or the address is in another"
-                " network (UNICOLL_SOCKET_IFNAME on rank 0's host selects another interface)"
+                f"rank 0's control port {join_hostport(host, port)} cannot be reached: {e}. The"
+                " store can be reached, so a firewall may let only some ports through"
+                f" ({FIREWALL_HINT}), or the address is in another network (UNICOLL_SOCKET_IFNAME"
+                " on rank 0's host selects another interface)"
             )
             with suppress(DistError):
                 publish_refusal(store, self.rank, error)
@@ -275,7 +303,8 @@ class ControlClient:
         self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
         missing = sorted(set(range(self.size)) - set(self._joined))
         error = OperationTimeoutError(
-            f"{self._title}: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
+            f"{self._title}: after {timeout:g} s {len(self._joined)} of {self.size} ranks have"
+            " joined;"
             f" missing: {ranks_text(missing)}{address and f'; the store is at {address}'}"
             f"{describe_refusals()}",
             op=self._op,
@@ -284,10 +313,12 @@ class ControlClient:
         raise error
 
     def initialized(self, timeout: float) -> None:
-        """Tell rank 0 that this rank is initialized; on rank 0 wait until all are, ``timeout`` seconds at most.
+        """Tell rank 0 that this rank is initialized; on rank 0 wait until all are, ``timeout``
+        seconds at most.
 
-        They need threads of rank 0 until then, and the program may next keep the GIL until all ranks have made the same
-        call, as MPI_Init in ``import mpi4py.MPI`` does. So this returns once the message is sent.
+        They need threads of rank 0 until then, and the program may next keep the GIL until all
+        ranks have made the same call, as MPI_Init in ``import mpi4py.MPI`` does. So this returns
+        once the message is sent.
         """
         if self._relay is None:
             self._connection.send_and_wait({"t": "initialized"}, timeout)
@@ -295,10 +326,11 @@ class ControlClient:
             self._relay.await_initialized(timeout)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; idempotent. ``error`` is the exception that ended this process, for the other ranks.
+        """Leave the job; idempotent. ``error`` is the exception that ended this process, for the
+        other ranks.
 
-        SystemExit is not a failure: the program ended, with the exit code if that is known. After an exception that has
-        interrupted it, it can be called again.
+        SystemExit is not a failure: the program ended, with the exit code if that is known. After
+        an exception that has interrupted it, it can be called again.
         """
         if self._close_done:
             return
@@ -320,7 +352,7 @@ class ControlClient:
         self._standby.close()
         self._close_done = True
 
-    # --- ranks -------------------------------------------------------------------------------------------------
+    # --- ranks ------------------------------------------------------------------------------------
 
     def describe(self, rank: int) -> str:
         """A rank for messages: ``rank 2 (host node7, pid 4711)``."""
@@ -329,15 +361,19 @@ class ControlClient:
             return f"rank {rank} (host {peer.host}, pid {peer.pid})"
         return f"rank {rank}"
 
-    # --- failures of groups -----------------------------------------------------------------------------------
+    # --- failures of groups -----------------------------------------------------------------------
 
     def watch(
-        self, group: str, backend: str, on_failure: Callable[[DistError], None], report: Callable[[], Report]
+        self,
+        group: str,
+        backend: str,
+        on_failure: Callable[[DistError], None],
+        report: Callable[[], Report],
     ) -> None:
         """Register a backend of a group.
 
-        ``on_failure`` is called on the control thread when the group fails, ``report`` when another rank asks for the
-        state of this one in its calls of the same backend.
+        ``on_failure`` is called on the control thread when the group fails, ``report`` when another
+        rank asks for the state of this one in its calls of the same backend.
         """
         self._reports.add_source(group, backend, report)
         self._failures.watch(group, backend, on_failure)
@@ -348,10 +384,11 @@ class ControlClient:
         self._reports.remove_source(group, backend)
 
     def measure_clock(self) -> Offset | None:
-        """Rank 0's clock minus this process's, measured within a fraction of a second; None if it never was."""
+        """Rank 0's clock minus this process's, measured within a fraction of a second; None if it
+        never was."""
         return self.clock.measure(self.send)
 
-    # --- messages of other modules -----------------------------------------------------------------------------
+    # --- messages of other modules ----------------------------------------------------------------
 
     @property
     def relay_rank(self) -> int:
@@ -362,10 +399,11 @@ class ControlClient:
         """Call ``handler`` on the control thread with each message of a kind from the relay."""
         self._handlers[kind] = handler
 
-    # --- the connection ----------------------------------------------------------------------------------------
+    # --- the connection ---------------------------------------------------------------------------
 
     def _receive(self, sock: Connection, hello: Message) -> None:
-        with suppress(OSError):  # receiving meets the error, too
+        # Receiving meets the error, too.
+        with suppress(OSError):
             self._connection.introduce(sock, hello, self._failures.messages)
         current: Connection | None = sock
         while current is not None:
@@ -378,7 +416,8 @@ class ControlClient:
             self._standby.close()
 
     def _receive_from(self, sock: Connection) -> None:
-        """Handle messages until the connection ends; then the process that hosts the relay has ended."""
+        """Handle messages until the connection ends; then the process that hosts the relay has
+        ended."""
         reason = "died: its process ended without leaving the job"
         try:
             while True:
@@ -386,27 +425,33 @@ class ControlClient:
                 try:
                     self._handle(message)
                 except Exception:
-                    # Another rank may have sent anything, and this thread must continue to detect losses and failures.
-                    log.warning("a message of the control plane was ignored: %.200r", message, exc_info=True)
+                    # Another rank may have sent anything, and this thread must continue to detect
+                    # losses and failures.
+                    log.warning(
+                        "a message of the control plane was ignored: %.200r", message, exc_info=True
+                    )
         except TamperedError as error:
             reason = f"was disconnected: {error.strerror}"
-            self._takeover_possible = False  # the other ranks are still connected to the relay
+            # The other ranks are still connected to the relay.
+            self._takeover_possible = False
         except (OSError, EOFError, ValueError):
             pass
         if not self._closed:
             rank = self._relay_rank
             self._departures.record(rank, f"{self.describe(rank)} {reason}", "died")
 
-    # --- another relay -----------------------------------------------------------------------------------------
+    # --- another relay ----------------------------------------------------------------------------
 
     def replacement_store(self) -> Store | None:
-        """The store that replaces the job's store, or None if that still exists; waits during a takeover."""
+        """The store that replaces the job's store, or None if that still exists; waits during a
+        takeover."""
         if threading.current_thread() is not self._thread:
             self._changed.wait_for(self.relay_settled, _TAKEOVER_S)
         return self._standby.store
 
     def await_relay_loss(self, ranks: Iterable[int]) -> None:
-        """If ``ranks``, which the caller excludes as lost, contain the relay's rank, wait for its departure."""
+        """If ``ranks``, which the caller excludes as lost, contain the relay's rank, wait for its
+        departure."""
         if self._relay_rank in ranks:
             self.await_departure(self._relay_rank)
 
@@ -415,7 +460,8 @@ class ControlClient:
 
     def relay_settled(self) -> bool:
         """True unless this process is about to connect to a new relay."""
-        # Threads of calls use it; the control thread, which makes that connection, would wait for itself.
+        # Threads of calls use it; the control thread, which makes that connection, would wait for
+        # itself.
         rank = self._relay_rank
         return (
             self._closed
@@ -444,7 +490,8 @@ class ControlClient:
                 return self._connect_to_new_relay(rank, self.peers[rank], deadline)
             except ConnectionRefusedError:
                 self._departures.record(*departure_of(rank, self.describe(rank), how))
-            except Exception as e:  # this thread must continue
+            except Exception as e:
+                # This thread must continue.
                 log.debug("the new relay in rank %d cannot be reached: %r", rank, e)
                 time.sleep(_RETRY_S)
         with self._changed.lock:
@@ -505,8 +552,10 @@ class ControlClient:
 
 
 def _await_replacement(replaced: Callable[[], bool] | None, deadline: float) -> bool:
-    """True once another rendezvous has begun in the store; False at the deadline, or if the store ends."""
-    # On the thread that calls init_process_group, before the control thread exists: nobody else waits meanwhile.
+    """True once another rendezvous has begun in the store; False at the deadline, or if the store
+    ends."""
+    # On the thread that calls init_process_group, before the control thread exists: nobody else
+    # waits meanwhile.
     with suppress(DistError):
         while replaced is not None and time.monotonic() < deadline:
             if replaced():

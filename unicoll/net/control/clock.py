@@ -13,7 +13,8 @@ Message = dict[str, Any]
 
 _ROUND_TRIPS = 5
 _DRIFT = 1e-4
-"""Seconds by which two clocks may move apart in a second: more than the kernel's corrections and a crystal's error."""
+"""Seconds by which two clocks may move apart in a second: more than the kernel's corrections and a
+crystal's error."""
 
 
 def now() -> float:
@@ -22,14 +23,16 @@ def now() -> float:
 
 
 class Offset(NamedTuple):
-    """Rank 0's clock minus this process's clock, in seconds, and by how much that may be wrong at most."""
+    """Rank 0's clock minus this process's clock, in seconds, and by how much that may be wrong at
+    most."""
 
     seconds: float
     error: float
 
 
 class ClockOffset:
-    """The offset, as the best of the round trips so far: it is wrong by half of the round trip's time at most."""
+    """The offset, as the best of the round trips so far: it is wrong by half of the round trip's
+    time at most."""
 
     def __init__(self) -> None:
         self._changed = Changes()
@@ -61,7 +64,8 @@ class ClockOffset:
             self._changed.notify_all()
 
     def measure(self, send: Callable[[Message], None], timeout: float = 0.2) -> Offset | None:
-        """:meth:`last` after some round trips, for ``timeout`` seconds at most; not on the thread that receives."""
+        """:meth:`last` after some round trips, for ``timeout`` seconds at most; not on the thread
+        that receives."""
         deadline = time.monotonic() + timeout
         for _ in range(_ROUND_TRIPS):
             with self._changed.lock:

@@ -1,21 +1,24 @@
 """Finds ranks that wait for each other for ever; part of the control plane's relay.
 
-Every blocked rank sends its state (:mod:`unicoll.net.control.wait_graph`), and again when it changes. If the calls of
-some ranks can be completed only by each other, the relay asks each of them for its present state. Each call has a
-number of its own. So if all ranks answer with the states that were analysed, they have been blocked in the same calls
-since they sent these, and all were blocked when the relay sent the request.
+Every blocked rank sends its state (:mod:`unicoll.net.control.wait_graph`), and again when it
+changes. If the calls of some ranks can be completed only by each other, the relay asks each of them
+for its present state. Each call has a number of its own. So if all ranks answer with the states
+that were analysed, they have been blocked in the same calls since they sent these, and all were
+blocked when the relay sent the request.
 
-The relay then sends a second request, because messages may be in flight at the first one. A message that was posted
-before all ranks were blocked, and has left the sender's host at the first request, is in the receiver's process at the
-second. A rank that answers looks at its connections first, then at its calls. So no message can match a receive if
-nothing is unread at the receiver and the receive still waits afterwards.
+The relay then sends a second request, because messages may be in flight at the first one. A message
+that was posted before all ranks were blocked, and has left the sender's host at the first request,
+is in the receiver's process at the second. A rank that answers looks at its connections first, then
+at its calls. So no message can match a receive if nothing is unread at the receiver and the receive
+still waits afterwards.
 
-A rank that has destroyed a group sends the number of its last collective there only if a request names the group, since
-these numbers are many. Its state then differs from the one that was analysed, and is analysed again.
+A rank that has destroyed a group sends the number of its last collective there only if a request
+names the group, since these numbers are many. Its state then differs from the one that was
+analysed, and is analysed again.
 
-A send is stuck if no thread of the receiver reads from the connection, and more bytes are unsent than the buffers of
-the receiver's host have space for. The second request observes the receive window that the receiver announced before
-the first.
+A send is stuck if no thread of the receiver reads from the connection, and more bytes are unsent
+than the buffers of the receiver's host have space for. The second request observes the receive
+window that the receiver announced before the first.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ class _Check:
         self.number = number
         self.states = states
         self.deadline = deadline
-        self.last = False  # True for the second request
+        # True for the second request.
+        self.last = False
         self.answers: dict[int, Message] = {}
         self.links: dict[int, list[Link]] = {rank: [] for rank in states}
         self._receives: set[Link] = set()
@@ -87,10 +91,16 @@ class _Check:
     def request(self, rank: int) -> Message:
         """The message to a rank."""
         links = [[backend_group, peer] for backend_group, _, peer in self.links[rank]]
-        return {"t": "confirm", "id": self.number, "links": links, "orders": sorted(self._orders[rank])}
+        return {
+            "t": "confirm",
+            "id": self.number,
+            "links": links,
+            "orders": sorted(self._orders[rank]),
+        }
 
     def messages_in_flight(self) -> bool:
-        """True if the answers leave open whether a message may still reach a receive, or a send end."""
+        """True if the answers leave open whether a message may still reach a receive, or a send
+        end."""
         known: dict[Link, MessageState] = {}
         for rank, links in self.links.items():
             for link, answer in zip(links, self.answers[rank]["links"], strict=True):
@@ -99,7 +109,10 @@ class _Check:
             receiver, sender = known[link], known[_reverse(link)]
             if not (sender.delivered and receiver.read) or sender.outgoing != receiver.incoming:
                 return True
-        return any(not 0 <= known[_reverse(link)].receive_space < known[link].unsent for link in self._sends)
+        return any(
+            not 0 <= known[_reverse(link)].receive_space < known[link].unsent
+            for link in self._sends
+        )
 
 
 class DeadlockDetector:
@@ -107,8 +120,8 @@ class DeadlockDetector:
 
     Args:
         send: sends a message to a rank.
-        fail: ``fail(group, members, error)`` makes the members (global ranks) of a group raise an error, given as the
-            name of its type, its message and its fields.
+        fail: ``fail(group, members, error)`` makes the members (global ranks) of a group raise an
+            error, given as the name of its type, its message and its fields.
         has_failed: True for a group whose members raise an error, so that calls in it end.
     """
 
@@ -129,14 +142,17 @@ class DeadlockDetector:
         self._clock = clock
         self._states: dict[int, State] = {}
         self._changed = False
-        self._next = 0.0  # time of the next analysis
+        # Time of the next analysis.
+        self._next = 0.0
         self._check: _Check | None = None
         self._last_number = 0
 
     def handle(self, rank: int, message: Message) -> None:
-        """A message of a rank: "waiting" with its state, or None if it is not blocked; or an answer, "confirmed"."""
+        """A message of a rank: "waiting" with its state, or None if it is not blocked; or an
+        answer, "confirmed"."""
         check = self._check
-        self._store(rank, message["state"])  # the sender counts on it, also if the answer is late
+        # The sender counts on it, also if the answer is late.
+        self._store(rank, message["state"])
         if message["t"] == "waiting" or check is None or self._check is not check:
             return
         if message["id"] != check.number or rank not in check.states:
@@ -181,7 +197,9 @@ class DeadlockDetector:
         if not self._changed or now < self._next:
             return
         self._changed = False
-        stuck = find_stuck({rank: state for rank, state in self._states.items() if not self._ends(state)})
+        stuck = find_stuck(
+            {rank: state for rank, state in self._states.items() if not self._ends(state)}
+        )
         now, started = self._clock(), now
         self._next = now + max(_INTERVAL_S, 5 * (now - started))
         if stuck:

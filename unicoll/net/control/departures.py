@@ -1,4 +1,5 @@
-"""The ranks whose processes have ended, as far as this process knows, and how each ended: it left, failed or died."""
+"""The ranks whose processes have ended, as far as this process knows, and how each ended: it left,
+failed or died."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 
 _REFUSAL = "refusal"
 ENDED_KEY = "launcher/ended"
-"""Key in the launcher's store for a rank whose program has ended without an error, with ``--replace``."""
+"""Key in the launcher's store for a rank whose program has ended without an error, with
+``--replace``."""
 
 
 def exit_key(rank: int, replacement: int = 0) -> str:
-    """Key in the launcher's store for how a rank ended: JSON with its pid, status (``-N`` for signal N) and cause.
+    """Key in the launcher's store for how a rank ended: JSON with its pid, status (``-N`` for
+    signal N) and cause.
 
     ``replacement`` is the process's number among those that were started for this rank.
     """
@@ -31,7 +34,8 @@ def exit_key(rank: int, replacement: int = 0) -> str:
 
 
 def publish_refusal(store: Store, rank: int, error: BaseException) -> None:
-    """Let rank 0, which waits for all ranks, know that ``rank`` will not connect because of ``error``."""
+    """Let rank 0, which waits for all ranks, know that ``rank`` will not connect because of
+    ``error``."""
     process = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
     reason = f"{process} could not join: {type(error).__name__}: {error}"
     store.set(_REFUSAL, json.dumps([rank, reason]))
@@ -53,7 +57,8 @@ class Departures:
         self._changed = changed
 
     def record(self, rank: int, reason: str, manner: str) -> None:
-        """``rank`` has ended; the first report of a rank is kept. ``manner`` is that of a :data:`Departure`."""
+        """``rank`` has ended; the first report of a rank is kept. ``manner`` is that of a
+        :data:`Departure`."""
         reason = printable_line(reason)
         with self._changed.lock:
             if rank not in self.departed:
@@ -65,7 +70,8 @@ class Departures:
         """Record the rank of :func:`publish_refusal`, if there is one."""
         found = store.try_get(_REFUSAL)
         if found is not None:
-            with suppress(ValueError):  # in an open job any process may have stored it
+            # In an open job any process may have stored it.
+            with suppress(ValueError):
                 rank, reason = parse(found, (int, str))
                 self.record(rank, reason, "failed")
 
@@ -82,9 +88,11 @@ class Departures:
         return self.departed.get(rank)
 
     def find_lost_rank(self, peer: int, members: Iterable[int], timeout: float) -> int | None:
-        """The rank that caused the end of a connection to ``peer``, waiting up to ``timeout`` seconds; None if unknown.
+        """The rank that caused the end of a connection to ``peer``, waiting up to ``timeout``
+        seconds; None if unknown.
 
-        It is the peer if it has ended, else a lost member of the group, after which the peer closed its connections.
+        It is the peer if it has ended, else a lost member of the group, after which the peer closed
+        its connections.
         """
         self._changed.wait_for(lambda: peer in self.departed or self._lost(members), timeout)
         if peer in self.departed:

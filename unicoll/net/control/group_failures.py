@@ -25,8 +25,9 @@ class GroupFailures:
         relay_ended: True if there is no relay, so that no announcement can arrive.
 
     Attributes:
-        failure_listeners: called with a group's name and error, once for each group, before its calls raise the error;
-            also for groups of other ranks whose failure the relay announces here.
+        failure_listeners: called with a group's name and error, once for each group, before its
+            calls raise the error; also for groups of other ranks whose failure the relay announces
+            here.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class GroupFailures:
         self._relay_ended = relay_ended
         self._errors: dict[str, DistError] = {}
         self._messages: dict[str, Message] = {}
-        self._reported: set[str] = set()  # groups whose failure the listeners have
-        self._callbacks: dict[tuple[str, str], Callable[[DistError], None]] = {}  # by group and backend
+        # Groups whose failure the listeners have.
+        self._reported: set[str] = set()
+        # By group and backend.
+        self._callbacks: dict[tuple[str, str], Callable[[DistError], None]] = {}
 
     def watch(self, group: str, backend: str, on_failure: Callable[[DistError], None]) -> None:
         """Call ``on_failure`` when the group fails, at once if it has."""
@@ -55,21 +58,28 @@ class GroupFailures:
             self._callbacks.pop((group, backend), None)
 
     def group_failure(self, group: str, timeout: float = 0.0) -> DistError | None:
-        """The error with which ``group`` failed, waiting up to ``timeout`` seconds; None if it has not failed."""
+        """The error with which ``group`` failed, waiting up to ``timeout`` seconds; None if it has
+        not failed."""
         self._changed.wait_for(lambda: group in self._errors or self._relay_ended(), timeout)
         return self._copy(group)
 
     def _copy(self, group: str) -> DistError | None:
-        """A copy: the error that is kept must not keep the frames, and with them arrays, of those who raise it."""
+        """A copy: the error that is kept must not keep the frames, and with them arrays, of those
+        who raise it."""
         return copy.copy(self._errors.get(group))
 
     def announce_failure(self, group: str, members: Iterable[int], error: DistError) -> DistError:
         """Announce that ``group`` failed; returns the error that all its members raise.
 
-        It is the first error that has reached the relay, or ``error`` if the relay cannot be reached. Then a relay that
-        replaces it gets the error.
+        It is the first error that has reached the relay, or ``error`` if the relay cannot be
+        reached. Then a relay that replaces it gets the error.
         """
-        failure = {"t": "fail", "group": group, "members": list(members), "error": pack_error(error)}
+        failure = {
+            "t": "fail",
+            "group": group,
+            "members": list(members),
+            "error": pack_error(error),
+        }
         with self._changed.lock:
             self._messages.setdefault(group, failure)
         self._send(failure)
@@ -115,7 +125,9 @@ _FIELDS = ("group", "rank", "op", "seq", "host", "pid", "missing", "ranks")
 
 def pack_error(error: DistError) -> Message:
     """An error as JSON."""
-    fields = {name: getattr(error, name) for name in _FIELDS if getattr(error, name, None) is not None}
+    fields = {
+        name: getattr(error, name) for name in _FIELDS if getattr(error, name, None) is not None
+    }
     return {"type": type(error).__name__, "message": str(error), "fields": fields}
 
 

@@ -29,12 +29,15 @@ def warn_while_waiting(
 ) -> Iterator[None]:
     """Log a warning when the block has lasted 10 s, and each time that it has lasted twice as long.
 
-    The first one comes after a third of ``UNICOLL_STALL_WARNING`` if that is later; 0 turns the warnings off.
+    The first one comes after a third of ``UNICOLL_STALL_WARNING`` if that is later; 0 turns the
+    warnings off.
 
     Args:
         name: of the job, or "".
-        describe: called on another thread; what this process waits for, or "" if another process says it.
-        say: called there with "has waited ..."; None logs a warning that begins with the :func:`title`.
+        describe: called on another thread; what this process waits for, or "" if another process
+            says it.
+        say: called there with "has waited ..."; None logs a warning that begins with the
+            :func:`title`.
         also_after: seconds of another warning before.
     """
     stall_s = environment.number("UNICOLL_STALL_WARNING")
@@ -42,7 +45,8 @@ def warn_while_waiting(
         yield
         return
     first = max(FIRST_S, stall_s / 3)
-    # released at the end; an Event does not survive each exception of a signal handler (unicoll.process.interrupts)
+    # released at the end; an Event does not survive each exception of a signal handler
+    # (unicoll.process.interrupts)
     ended = threading.Lock()
     ended.acquire()
     begun = time.monotonic()

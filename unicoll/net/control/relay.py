@@ -1,7 +1,7 @@
 """The relay of the control plane: a server to which every process is connected.
 
-It detects deaths: a process that dies closes its connection, and the relay informs all others. It is in rank 0 and,
-after rank 0 has ended, in another process (:mod:`unicoll.net.control.standby`).
+It detects deaths: a process that dies closes its connection, and the relay informs all others. It
+is in rank 0 and, after rank 0 has ended, in another process (:mod:`unicoll.net.control.standby`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from unicoll.process.formatting import printable_line
 from unicoll.process.interrupts import Changes
 
 Departure = tuple[int, str, str]
-"""A rank that has ended, a sentence on how it ended, and "left", "failed" or "died" (it did not leave the job)."""
+"""A rank that has ended, a sentence on how it ended, and "left", "failed" or "died" (it did not
+leave the job)."""
 
 _MAX_DEPARTURES = 40
 _MAX_CHARACTERS = 2000
-"""Departures in one message, and characters of each: they fit a frame even if JSON escapes every character."""
+"""Departures in one message, and characters of each: they fit a frame even if JSON escapes every
+character."""
 
 _MAX_WARNINGS = 1000
 """Calls whose last warning is remembered."""
@@ -39,14 +41,15 @@ _NOTICE_INTERVAL_S = 60.0
 """Shortest time between two such failures of which a rank outside of the group is notified."""
 
 _CHECK_S = 0.1
-"""Shortest time between checks of ranks that have not connected to a relay that replaces another one."""
+"""Shortest time between checks of ranks that have not connected to a relay that replaces another
+one."""
 
 
 class PeerInfo(NamedTuple):
     """A process, from its hello.
 
-    ``address`` and ``port`` are where it would host the relay. ``host_id`` is equal in processes on one host only; it
-    is random if the host is unknown, and with UNICOLL_TRANSPORT=tcp.
+    ``address`` and ``port`` are where it would host the relay. ``host_id`` is equal in processes on
+    one host only; it is random if the host is unknown, and with UNICOLL_TRANSPORT=tcp.
     """
 
     host: str
@@ -62,7 +65,8 @@ class Takeover(NamedTuple):
 
     Attributes:
         listener: the listening socket for the other ranks' connections.
-        store: address and port of the store that replaces the job's store, or None if that still exists.
+        store: address and port of the store that replaces the job's store, or None if that still
+            exists.
         departures: of the ranks that have ended.
         expected: the ranks that have yet to connect.
         how: how those of them have left the job whose processes have ended; None if they died.
@@ -76,7 +80,8 @@ class Takeover(NamedTuple):
 
 
 def departure_of(rank: int, process: str, how: str | None) -> Departure:
-    """The departure of a process that has left the job, ``how`` says how or is "", or that has died if it is None.
+    """The departure of a process that has left the job, ``how`` says how or is "", or that has died
+    if it is None.
 
     ``process`` describes it for messages.
     """
@@ -104,23 +109,29 @@ class _Member:
             return self.rank, f"{name} was disconnected: {error.strerror}", "died"
         if self.goodbye is not None and self.goodbye["error"]:
             return self.rank, f"{name} ended with {self.goodbye['error']}", "failed"
-        return departure_of(self.rank, name, self.goodbye["how"] if self.goodbye is not None else None)
+        return departure_of(
+            self.rank, name, self.goodbye["how"] if self.goodbye is not None else None
+        )
 
 
 class _Warnings:
-    """Lets one rank of those that wait in a call log a warning, so that a large job does not log one for each rank."""
+    """Lets one rank of those that wait in a call log a warning, so that a large job does not log
+    one for each rank."""
 
     def __init__(self) -> None:
-        self._granted: dict[tuple[str, int], tuple[float, float]] = {}  # the time, and the age of the call
+        # The time, and the age of the call.
+        self._granted: dict[tuple[str, int], tuple[float, float]] = {}
 
     def grant(self, call: str, seq: int, age: float) -> bool:
         """True if the call has waited twice as long as at its last warning.
 
-        The ranks enter a call at different times, so ages are compared with ages, not with the time since the warning.
+        The ranks enter a call at different times, so ages are compared with ages, not with the time
+        since the warning.
 
         Args:
             call: group and operation.
-            seq: sequence number of the call; 0 for messages: one that began after the last warning is another message.
+            seq: sequence number of the call; 0 for messages: one that began after the last warning
+                is another message.
             age: seconds for which the rank that asks has waited.
         """
         now = time.monotonic()
@@ -138,8 +149,10 @@ class Relay(FrameServer):
     """Forwards messages between the processes, and announces departures to all of them.
 
     Args:
-        takeover: the initial state of a relay that replaces another one; None for the job's first relay.
-        host_timeout: seconds after which the host of a process counts as down if it does not answer; None is no limit.
+        takeover: the initial state of a relay that replaces another one; None for the job's first
+            relay.
+        host_timeout: seconds after which the host of a process counts as down if it does not
+            answer; None is no limit.
     """
 
     linger = 0.2
@@ -161,8 +174,10 @@ class Relay(FrameServer):
         self._size = size
         self._connected: dict[int, Client] = {}
         self._members: dict[int, _Member] = {}
-        self._failures: dict[str, dict[str, Any]] = {}  # the first of each group
-        self._notified_at: dict[int, float] = {}  # for each rank the time of its last notice of _WAIT_ERRORS
+        # The first of each group.
+        self._failures: dict[str, dict[str, Any]] = {}
+        # For each rank the time of its last notice of _WAIT_ERRORS.
+        self._notified_at: dict[int, float] = {}
         self._unannounced: list[Departure] = []
         self._deadlocks = DeadlockDetector(
             size,
@@ -181,7 +196,8 @@ class Relay(FrameServer):
         return sorted(self._connected)
 
     def await_initialized(self, timeout: float) -> None:
-        """Wait until all other ranks have said that they are initialized, or have ended; any thread."""
+        """Wait until all other ranks have said that they are initialized, or have ended; any
+        thread."""
         self._initialized_changed.wait_for(lambda: not self._initializing, timeout)
 
     def authenticated(self, client: Client) -> None:
@@ -194,8 +210,15 @@ class Relay(FrameServer):
         if client.state is None and kind != "hello":
             raise ValueError(f"{kind!r} before 'hello'")
         if kind == "hello":
-            rank, host, pid = int(message["rank"]), printable_line(message["host"], 64), int(message["pid"])
-            address, port = printable_line(message.get("address", ""), 64), int(message.get("port", 0))
+            rank, host, pid = (
+                int(message["rank"]),
+                printable_line(message["host"], 64),
+                int(message["pid"]),
+            )
+            address, port = (
+                printable_line(message.get("address", ""), 64),
+                int(message.get("port", 0)),
+            )
             host_id = printable_line(message.get("host_id", ""), 64)
             info = PeerInfo(host, pid, address, port, message.get("pickle") is True, host_id)
             self._register(client, _Member(rank, info))
@@ -205,16 +228,20 @@ class Relay(FrameServer):
             self._initialized(client.state.rank)
         elif kind == "bye":
             client.state.goodbye = {
-                name: printable_line(message[name] or "", _MAX_CHARACTERS) for name in ("error", "how")
+                name: printable_line(message[name] or "", _MAX_CHARACTERS)
+                for name in ("error", "how")
             }
         elif kind == "fail":
             self._fail(message["group"], message["members"], message["error"])
-        elif kind == "ping" and self._takeover is None:  # another rank's clock is not rank 0's
+        elif kind == "ping" and self._takeover is None:
+            # Another rank's clock is not rank 0's.
             self.send(client, ClockOffset.reply(message))
         elif kind in ("waiting", "confirmed"):
             self._deadlocks.handle(client.state.rank, message)
         elif kind == "stalled":
-            if self._warnings.grant(str(message["call"]), int(message["seq"]), float(message["age"])):
+            if self._warnings.grant(
+                str(message["call"]), int(message["seq"]), float(message["age"])
+            ):
                 self.send(client, message)
         elif kind in ("ask", "tell", "calls"):
             self._forward(message["to"], message)
@@ -225,14 +252,16 @@ class Relay(FrameServer):
         self._initialized_changed.notify_all()
 
     def _fail(self, group: str, members: Sequence[int], error: dict[str, Any]) -> None:
-        if group not in self._failures:  # all ranks raise the first failure of a group
+        # All ranks raise the first failure of a group.
+        if group not in self._failures:
             failure = {"t": "fail", "group": group, "members": list(members), "error": error}
             self._failures[group] = failure
             others = self._others(members) if error["type"] in _WAIT_ERRORS else []
             self._forward([*members, *others], failure)
 
     def _others(self, members: Sequence[int]) -> list[int]:
-        """The ranks outside of a group that are notified of its failure, in addition to its members."""
+        """The ranks outside of a group that are notified of its failure, in addition to its
+        members."""
         now, inside = time.monotonic(), set(members)
         others = [
             rank
@@ -246,7 +275,8 @@ class Relay(FrameServer):
     def _register(self, client: Client, member: _Member) -> None:
         if not 0 <= member.rank < self._size or member.rank != client.rank:
             raise ValueError(f"rank {member.rank} of {self._size} from rank {client.rank}")
-        if member.rank in self._connected:  # a process of another job with the same key
+        # A process of another job with the same key.
+        if member.rank in self._connected:
             raise ValueError(f"{self._members[member.rank].describe()} is connected already")
         client.state = member
         self._connected[member.rank] = client
@@ -255,21 +285,26 @@ class Relay(FrameServer):
             self._send_state(client, member.rank, self._takeover)
         elif len(self._members) == self._size:
             peers = [self._members[r].info for r in range(self._size)]
-            self._forward(range(self._size), {"t": "ready", "peers": peers, "job": secrets.token_hex(8)})
+            self._forward(
+                range(self._size), {"t": "ready", "peers": peers, "job": secrets.token_hex(8)}
+            )
 
     def _send_state(self, client: Client, rank: int, takeover: Takeover) -> None:
-        """What the last relay may not have sent to a process that connects to this one, which replaces it."""
+        """What the last relay may not have sent to a process that connects to this one, which
+        replaces it."""
         takeover.expected.pop(rank, None)
         departures = takeover.departures
         for start in range(0, len(departures), _MAX_DEPARTURES):
             self.send(client, {"t": "gone", "ranks": departures[start : start + _MAX_DEPARTURES]})
-        for failure in self._failures.values():  # that others have announced before this rank was connected
+        # That others have announced before this rank was connected.
+        for failure in self._failures.values():
             if rank in failure["members"]:
                 self.send(client, failure)
         self.send(client, {"t": "state", "store": takeover.store})
 
     def _check_expected(self, takeover: Takeover) -> None:
-        """Detect expected ranks that have ended: the kernel accepts connections only while the process is alive."""
+        """Detect expected ranks that have ended: the kernel accepts connections only while the
+        process is alive."""
         start = time.monotonic()
         for rank, info in list(takeover.expected.items()):
             try:
@@ -277,19 +312,25 @@ class Relay(FrameServer):
                 socket.create_connection((host, info.port), 1.0).close()
             except ConnectionRefusedError:
                 del takeover.expected[rank]
-                self._unannounced.append(departure_of(rank, _Member(rank, info).describe(), takeover.how))
+                self._unannounced.append(
+                    departure_of(rank, _Member(rank, info).describe(), takeover.how)
+                )
             except OSError:
-                continue  # the process may be alive but overloaded
-        # A host that does not answer takes the whole second: messages are forwarded for as long as checks have taken.
+                # The process may be alive but overloaded.
+                continue
+        # A host that does not answer takes the whole second: messages are forwarded for as long as
+        # checks have taken.
         end = time.monotonic()
         self._check_time = end + max(_CHECK_S, end - start)
 
     def _forward(self, ranks: Any, message: dict[str, Any]) -> None:
-        self._announce_departures()  # before any other message
+        # Before any other message.
+        self._announce_departures()
         self._send_all(ranks, message)
 
     def _send_all(self, ranks: Any, message: dict[str, Any]) -> None:
-        data = frame(message)  # encoded once for all: the list of processes is long
+        # Encoded once for all: the list of processes is long.
+        data = frame(message)
         if len(data) > MAX_FRAME:
             raise ValueError(f"a message of {len(data)} bytes, which other ranks would refuse")
         for rank in ranks:
@@ -312,14 +353,19 @@ class Relay(FrameServer):
         if self._takeover is not None and missing and time.monotonic() >= self._check_time:
             self._check_expected(self._takeover)
         self._announce_departures()
-        waits = [super().wait_seconds(), self._deadlocks.wait_seconds(), _CHECK_S if missing else None]
+        waits = [
+            super().wait_seconds(),
+            self._deadlocks.wait_seconds(),
+            _CHECK_S if missing else None,
+        ]
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def tick(self) -> None:
         self._deadlocks.tick()
 
     def _announce_departures(self) -> None:
-        while self._unannounced:  # sending may detect further ones
+        # Sending may detect further ones.
+        while self._unannounced:
             ranks, self._unannounced = (
                 self._unannounced[:_MAX_DEPARTURES],
                 self._unannounced[_MAX_DEPARTURES:],

@@ -1,4 +1,5 @@
-"""A process's connection to the relay of the control plane: connecting, sending, and leaving the job."""
+"""A process's connection to the relay of the control plane: connecting, sending, and leaving the
+job."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Message = dict[str, Any]
 
 
 class _Outgoing(NamedTuple):
-    """A frame to send, and a lock to release once that is done; ``last`` for that with which this process leaves."""
+    """A frame to send, and a lock to release once that is done; ``last`` for that with which this
+    process leaves."""
 
     data: bytes
     sent: threading.Lock | None = None
@@ -26,14 +28,17 @@ class _Outgoing(NamedTuple):
 
 
 class RelayConnection:
-    """The connection to the relay, which the control thread replaces when another rank hosts the relay.
+    """The connection to the relay, which the control thread replaces when another rank hosts the
+    relay.
 
-    The control thread reads. Any thread may send: a thread of its own sends the messages, in their order, because an
-    exception of a signal's handler in the middle of one would end the connection, and with it this rank. It is not the
-    control thread, which may be in a slow function of a group that has failed.
+    The control thread reads. Any thread may send: a thread of its own sends the messages, in their
+    order, because an exception of a signal's handler in the middle of one would end the connection,
+    and with it this rank. It is not the control thread, which may be in a slow function of a group
+    that has failed.
 
     Args:
-        host_timeout: seconds after which the relay's host counts as down if it does not answer; None is no limit.
+        host_timeout: seconds after which the relay's host counts as down if it does not answer;
+            None is no limit.
     """
 
     def __init__(self, rank: int, key: bytes, host_timeout: float | None = None) -> None:
@@ -41,22 +46,28 @@ class RelayConnection:
         self._key = key
         self._host_timeout = host_timeout
         self._outgoing: SimpleQueue[_Outgoing] = SimpleQueue()
-        self._sends = False  # True while there is a thread that sends
+        # True while there is a thread that sends.
+        self._sends = False
         self._left = Changes()
         # held while sending, by the control thread and the one that only sends
         self._sending = threading.Lock()
-        self._closing = threading.Lock()  # held shortly; taken after the other one
+        # Held shortly; taken after the other one.
+        self._closing = threading.Lock()
         self._sock: Connection | None = None
         self._connecting: socket.socket | None = None
-        self._goodbye: bytes | None = None  # the frame with which this process leaves the job
+        # The frame with which this process leaves the job.
+        self._goodbye: bytes | None = None
 
     def start(self) -> None:
         """Start the thread that sends; it ends after :meth:`leave`."""
         self._sends = True
         threading.Thread(target=self._send_queued, name="unicoll-control-send", daemon=True).start()
 
-    def connect(self, host: str, port: int, relay_rank: int, timeout: float, deadline: float) -> Connection:
-        """A new connection to the relay in ``relay_rank``, without a timeout; :meth:`introduce` comes next.
+    def connect(
+        self, host: str, port: int, relay_rank: int, timeout: float, deadline: float
+    ) -> Connection:
+        """A new connection to the relay in ``relay_rank``, without a timeout; :meth:`introduce`
+        comes next.
 
         Args:
             relay_rank: the rank that hosts the relay.
@@ -76,7 +87,13 @@ class RelayConnection:
                 keep_alive(bare, self._host_timeout)
             address = handshake_address(host, port)
             sock, _ = authenticate(
-                bare, self._key, b"control", deadline, rank=self._rank, server=relay_rank, address=address
+                bare,
+                self._key,
+                b"control",
+                deadline,
+                rank=self._rank,
+                server=relay_rank,
+                address=address,
             )
         except BaseException:
             with self._closing:
@@ -87,16 +104,21 @@ class RelayConnection:
         sock.settimeout(None)
         return sock
 
-    def introduce(self, sock: Connection, hello: Message, failures: Callable[[], list[Message]]) -> None:
-        """Send ``hello`` and ``failures()`` on a new connection, and let all threads use it; on the control thread.
+    def introduce(
+        self, sock: Connection, hello: Message, failures: Callable[[], list[Message]]
+    ) -> None:
+        """Send ``hello`` and ``failures()`` on a new connection, and let all threads use it; on the
+        control thread.
 
-        ``failures`` is called while nothing else is sent, so that each failure is in its result or sent afterwards.
+        ``failures`` is called while nothing else is sent, so that each failure is in its result or
+        sent afterwards.
         """
         with self._sending:
             for message in (hello, *failures()):
                 sock.sendall(frame(message))
             self._sock = sock
-            if self._goodbye is not None:  # this process has left while there was no connection
+            # This process has left while there was no connection.
+            if self._goodbye is not None:
                 sock.sendall(self._goodbye)
                 sock.shutdown(socket.SHUT_WR)
 
@@ -115,7 +137,8 @@ class RelayConnection:
         sent.acquire(timeout=timeout)
 
     def leave(self, goodbye: Message, timeout: float) -> None:
-        """Send the last message, now or on the connection that is being made; waits ``timeout`` seconds at most.
+        """Send the last message, now or on the connection that is being made; waits ``timeout``
+        seconds at most.
 
         The first one counts, if it is repeated.
         """
@@ -143,9 +166,11 @@ class RelayConnection:
         try:
             self._sock.sendall(data)
             if last:
-                self._sock.shutdown(socket.SHUT_WR)  # the relay closes its end once it has read everything
+                # The relay closes its end once it has read everything.
+                self._sock.shutdown(socket.SHUT_WR)
         except Exception:
-            # the control thread sees that the connection has ended: its relay's process, if nothing else has happened
+            # the control thread sees that the connection has ended: its relay's process, if nothing
+            # else has happened
             self.interrupt()
 
     def _stop_connecting(self) -> None:
@@ -156,10 +181,12 @@ class RelayConnection:
     def disconnect(self, sock: Connection) -> None:
         """Close a connection that this thread reads from, while no other thread uses it.
 
-        The system gives its descriptor's number to the next socket, which other threads must not use for this one.
+        The system gives its descriptor's number to the next socket, which other threads must not
+        use for this one.
         """
         with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # a thread that waits to send gets an error
+            # A thread that waits to send gets an error.
+            sock.shutdown(socket.SHUT_RDWR)
         with self._sending, self._closing:
             self._sock = None
             sock.close()

@@ -1,4 +1,5 @@
-"""Reports of the ranks about their calls, on request of a rank whose call has failed or waits for long."""
+"""Reports of the ranks about their calls, on request of a rank whose call has failed or waits for
+long."""
 
 from __future__ import annotations
 
@@ -37,8 +38,10 @@ class Reports:
         self._changed = changed
         self._send = send
         self._relay_ended = relay_ended
-        self._sources: dict[tuple[str, str], Callable[[], Report]] = {}  # by group and backend
-        self._received: dict[int, dict[int, Report]] = {}  # by request and rank
+        # By group and backend.
+        self._sources: dict[tuple[str, str], Callable[[], Report]] = {}
+        # By request and rank.
+        self._received: dict[int, dict[int, Report]] = {}
         self._last_request = 0
 
     def add_source(self, group: str, backend: str, report: Callable[[], Report]) -> None:
@@ -52,7 +55,8 @@ class Reports:
             self._sources.pop((group, backend), None)
 
     def request_reports(self, group: str, backend: str, ranks: Iterable[int]) -> dict[int, Report]:
-        """The reports of these ranks about a backend of ``group``, without ranks that do not reply within a second."""
+        """The reports of these ranks about a backend of ``group``, without ranks that do not reply
+        within a second."""
         wanted = set(ranks)
         reports: dict[int, Report] = {}
         with self._changed.lock:
@@ -63,7 +67,8 @@ class Reports:
             self._received[request] = reports
             self._send({**asked, "from": self._rank, "id": request})
             self._changed.wait_for(
-                lambda: not wanted.difference(reports, self._departed) or self._relay_ended(), _REPLY_S
+                lambda: not wanted.difference(reports, self._departed) or self._relay_ended(),
+                _REPLY_S,
             )
         finally:
             self._received.pop(request, None)

@@ -1,9 +1,9 @@
 """The relay and the store that replace those of rank 0 when its process has ended before others.
 
-Every process has a listening socket, and all ranks exchange the addresses when they join. No process accepts
-connections there at first. When the process that hosts the relay ends, the lowest remaining rank serves a relay on its
-listening socket, and a store if the job's store has ended, too; the other ranks connect to it. The same happens when
-that process ends.
+Every process has a listening socket, and all ranks exchange the addresses when they join. No
+process accepts connections there at first. When the process that hosts the relay ends, the lowest
+remaining rank serves a relay on its listening socket, and a store if the job's store has ended,
+too; the other ranks connect to it. The same happens when that process ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 
 
 class Standby:
-    """This process's listening socket, and the relay and stores that it serves or uses in place of rank 0's.
+    """This process's listening socket, and the relay and stores that it serves or uses in place of
+    rank 0's.
 
     Args:
         store_ends_with_rank_0: True if the job's store may end with rank 0's process.
@@ -58,12 +59,16 @@ class Standby:
         self._used: TCPStore | None = None
 
     def listen(self) -> None:
-        """Open the listening socket: the kernel accepts connections there as long as this process is alive."""
+        """Open the listening socket: the kernel accepts connections there as long as this process
+        is alive."""
         self._listener = guard(listen(self._host))
         self.port = int(self._listener.getsockname()[1])
 
-    def serve(self, departures: list[Departure], expected: Mapping[int, PeerInfo], how: str | None) -> None:
-        """Host the relay for the ``expected`` ranks, and a store if the job's has ended; no effect if repeated.
+    def serve(
+        self, departures: list[Departure], expected: Mapping[int, PeerInfo], how: str | None
+    ) -> None:
+        """Host the relay for the ``expected`` ranks, and a store if the job's has ended; no effect
+        if repeated.
 
         ``how`` is that of :class:`Takeover`.
         """
@@ -80,7 +85,9 @@ class Standby:
             )
             address = self._host, self._served.port
         takeover = Takeover(listener, address, departures, dict(expected), how)
-        self._relay = Relay(self._size, self._key, self._host, self._rank, takeover, self._host_timeout)
+        self._relay = Relay(
+            self._size, self._key, self._host, self._rank, takeover, self._host_timeout
+        )
 
     def use_store(self, address: tuple[str, int], timeout: timedelta) -> None:
         """Use the store that the relay's process serves.
@@ -97,8 +104,11 @@ class Standby:
             used.close()
         host, port = in_zone_of(self._host, address[0]), address[1]
         secret = Secret(self._key, "the job")
-        # The calling thread detects lost ranks. It must not wait here for a process that has ended in the meantime.
-        self._used = TCPStore(host, port, None, False, _STORE_TIMEOUT, False, secret=secret, retry=False)
+        # The calling thread detects lost ranks. It must not wait here for a process that has ended
+        # in the meantime.
+        self._used = TCPStore(
+            host, port, None, False, _STORE_TIMEOUT, False, secret=secret, retry=False
+        )
         self._used.set_timeout(timeout)
         self.store = SignedStore(PrefixStore("unicoll", self._used), self._key)
 

@@ -1,10 +1,12 @@
-"""Which ranks of a job wait for each other for ever: an analysis of the states of the blocked ranks.
+"""Which ranks of a job wait for each other for ever: an analysis of the states of the blocked
+ranks.
 
-A rank is blocked if every one of its threads that could call unicoll is in a blocking call. Its state says what each of
-these threads waits for, and the number of the last collective that it has posted in each of its groups. A collective
-ends once every member has posted it, a receive once its message has arrived, and a send once its receiver has read it,
-so a rank that is not blocked can still end any wait. :func:`find_stuck` computes the largest set of ranks of which
-every call can be completed only by ranks of the set.
+A rank is blocked if every one of its threads that could call unicoll is in a blocking call. Its
+state says what each of these threads waits for, and the number of the last collective that it has
+posted in each of its groups. A collective ends once every member has posted it, a receive once its
+message has arrived, and a send once its receiver has read it, so a rank that is not blocked can
+still end any wait. :func:`find_stuck` computes the largest set of ranks of which every call can be
+completed only by ranks of the set.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class Wait(NamedTuple):
     """What one thread waits for.
 
     Attributes:
-        backend_group: backend and group of the call, as ``gloo:world``; its collectives have one order. Messages that
-            are numbered have an order of their two members.
+        backend_group: backend and group of the call, as ``gloo:world``; its collectives have one
+            order. Messages that are numbered have an order of their two members.
         number: the sequence number in that order; or :data:`RECEIVE`, or :data:`SEND`.
         peer: for a message the other global rank, or :data:`ANY`.
         call: distinguishes the calls of one rank.
@@ -44,10 +46,10 @@ class State(NamedTuple):
 
     Attributes:
         waits: one for each thread; all of them have to stay blocked for the rank to stay blocked.
-        posted: for each backend and group of the rank the number of the last collective posted; of those that the rank
-            has destroyed, only for those that the relay has asked for.
-        groups: for each backend and group of ``waits``, and for the groups themselves if messages are numbered, the
-            members' global ranks as ranges (:func:`compress`).
+        posted: for each backend and group of the rank the number of the last collective posted; of
+            those that the rank has destroyed, only for those that the relay has asked for.
+        groups: for each backend and group of ``waits``, and for the groups themselves if messages
+            are numbered, the members' global ranks as ranges (:func:`compress`).
     """
 
     waits: tuple[Wait, ...]
@@ -63,13 +65,14 @@ class MessageState(NamedTuple):
     """The messages between this rank and another one, as they are known here.
 
     Attributes:
-        outgoing, incoming: the peer's ``incoming`` equals this rank's ``outgoing``, and the reverse, unless a message
-            or a connection is on its way.
+        outgoing, incoming: the peer's ``incoming`` equals this rank's ``outgoing``, and the
+            reverse, unless a message or a connection is on its way.
         delivered: True if what this rank has sent has reached the peer's host.
         read: True if all that has arrived from the peer was read.
-        unsent: bytes of the first queued send for which the buffers of this rank's host have no space.
-        receive_space: bytes from the peer for which the buffers of this rank's host have space; -1 if a thread reads
-            from the connection.
+        unsent: bytes of the first queued send for which the buffers of this rank's host have no
+            space.
+        receive_space: bytes from the peer for which the buffers of this rank's host have space; -1
+            if a thread reads from the connection.
     """
 
     outgoing: int = 0
@@ -127,7 +130,9 @@ def parse(message: Any, size: int) -> State:
         Wait(str(backend_group), int(n), int(peer), int(call))
         for backend_group, n, peer, call in message["waits"]
     )
-    posted = {str(backend_group): int(number) for backend_group, number in message["posted"].items()}
+    posted = {
+        str(backend_group): int(number) for backend_group, number in message["posted"].items()
+    }
     groups = {
         str(backend_group): tuple((int(a), int(n), int(s)) for a, n, s in ranges)
         for backend_group, ranges in message["groups"].items()
@@ -141,24 +146,30 @@ def parse(message: Any, size: int) -> State:
 
 
 def _blockers(states: Mapping[int, State], rank: int, wait: Wait) -> tuple[set[int], bool]:
-    """The blocked ranks that could end a wait, and True if all of them, together with no other rank, are needed."""
+    """The blocked ranks that could end a wait, and True if all of them, together with no other
+    rank, are needed."""
     members = states[rank].members(wait.backend_group)
     if wait.number > 0:
         return {
-            m for m in members if m in states and states[m].posted.get(wait.backend_group, 0) < wait.number
+            m
+            for m in members
+            if m in states and states[m].posted.get(wait.backend_group, 0) < wait.number
         }, False
     senders = {m for m in members if m != rank} if wait.peer == ANY else {wait.peer}
     return (senders if senders <= states.keys() else set()), True
 
 
 def find_stuck(states: Mapping[int, State]) -> set[int]:
-    """The ranks that wait for each other for ever: none of them can be woken by a rank outside the set.
+    """The ranks that wait for each other for ever: none of them can be woken by a rank outside the
+    set.
 
     Messages count as if nothing of them were in flight, which the caller checks.
     """
     keys: dict[Any, tuple[set[int], bool]] = {}
-    waiting: dict[Any, list[int]] = defaultdict(list)  # operation -> ranks, one entry for each waiting thread
-    blocking: dict[int, list[Any]] = defaultdict(list)  # rank -> operations that it could end
+    # Operation -> ranks, one entry for each waiting thread.
+    waiting: dict[Any, list[int]] = defaultdict(list)
+    # Rank -> operations that it could end.
+    blocking: dict[int, list[Any]] = defaultdict(list)
     stuck = set(states)
     freed: list[Any] = []
     for rank, state in states.items():
@@ -195,7 +206,8 @@ def stuck_waits(states: Mapping[int, State], stuck: set[int]) -> list[tuple[int,
 
 
 def find_cycle(states: Mapping[int, State], stuck: set[int]) -> list[Edge]:
-    """Stuck ranks each of which waits for the next one, and the last for the first; begins with the lowest rank."""
+    """Stuck ranks each of which waits for the next one, and the last for the first; begins with the
+    lowest rank."""
     path: dict[int, Edge] = {}
     rank = min(stuck)
     while rank not in path:

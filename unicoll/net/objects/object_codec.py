@@ -1,12 +1,12 @@
 """Objects as bytes: by pickle where it is allowed, else plain objects in a typed format.
 
-Plain objects are None, bool, int (any size), float, complex, str, bytes, bytearray, list, tuple, dict, set,
-frozenset, and NumPy arrays and scalars of bool, integer, float, complex and datetime dtypes, in any nesting, with
-shared and cyclic references. Reading the typed format runs no code. A subclass of these types (an IntEnum, a
-namedtuple, an OrderedDict) is not plain.
+Plain objects are None, bool, int (any size), float, complex, str, bytes, bytearray, list, tuple,
+dict, set, frozenset, and NumPy arrays and scalars of bool, integer, float, complex and datetime
+dtypes, in any nesting, with shared and cyclic references. Reading the typed format runs no code. A
+subclass of these types (an IntEnum, a namedtuple, an OrderedDict) is not plain.
 
-:mod:`unicoll.net.objects.object_writer` and :mod:`~unicoll.net.objects.object_reader` write and read the typed format,
-which :mod:`~unicoll.net.objects.object_format` defines.
+:mod:`unicoll.net.objects.object_writer` and :mod:`~unicoll.net.objects.object_reader` write and
+read the typed format, which :mod:`~unicoll.net.objects.object_format` defines.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from unicoll.net.objects.object_reader import Reader
 from unicoll.net.objects.object_writer import Writer
 
 HOW_TO_ALLOW = (
-    "Pickle is not allowed in this job. Send plain objects (numbers, str, bytes, lists, tuples, dicts, sets, NumPy "
-    "arrays), or allow it: start every rank with the same UNICOLL_SECRET, for example the output of `openssl rand -hex "
-    "32` (unicoll's launcher makes one on one node), and without UNICOLL_ALLOW_PICKLE=0."
+    "Pickle is not allowed in this job. Send plain objects (numbers, str, bytes, lists, tuples,"
+    " dicts, sets, NumPy arrays), or allow it: start every rank with the same UNICOLL_SECRET, for"
+    " example the output of `openssl rand -hex 32` (unicoll's launcher makes one on one node), and"
+    " without UNICOLL_ALLOW_PICKLE=0."
 )
 """The end of a refusal's message."""
 
@@ -39,7 +40,8 @@ def dumps(obj: object, allow_pickle: bool) -> bytes:
         allow_pickle: True to pickle it; else it must be plain (see the module).
 
     Raises:
-        PickleRefusedError: the object is not plain and ``allow_pickle`` is false; the message has the type.
+        PickleRefusedError: the object is not plain and ``allow_pickle`` is false; the message has
+            the type.
         DistError: pickle cannot serialise the object.
     """
     if allow_pickle:
@@ -79,11 +81,15 @@ def loads(data: Bytes, allow_pickle: bool) -> Any:
     kind = view[0]
     if kind == PICKLED:
         if not allow_pickle:
-            raise PickleRefusedError(f"received a pickled object of {len(view) - 1} bytes. {HOW_TO_ALLOW}")
+            raise PickleRefusedError(
+                f"received a pickled object of {len(view) - 1} bytes. {HOW_TO_ALLOW}"
+            )
         try:
             return pickle.loads(view[1:])
         except Exception as error:
-            raise DistError(f"cannot unpickle an object: {type(error).__name__}: {error}") from error
+            raise DistError(
+                f"cannot unpickle an object: {type(error).__name__}: {error}"
+            ) from error
     if kind == TYPED:
         return _load_typed(view)
     raise DistError(f"malformed object data: unknown format {kind}")
@@ -105,9 +111,16 @@ def _load_typed(view: memoryview) -> Any:
         obj = reader.read(0)
     except DistError:
         raise
-    # Malformed bytes can still cause these after the checks of lengths: bad UTF-8, an unhashable key, an
-    # impossible shape or dtype, a stack that was deep before the call.
-    except (ValueError, TypeError, SyntaxError, OverflowError, RecursionError, MemoryError) as error:
+    # Malformed bytes can still cause these after the checks of lengths: bad UTF-8, an unhashable
+    # key, an impossible shape or dtype, a stack that was deep before the call.
+    except (
+        ValueError,
+        TypeError,
+        SyntaxError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         raise DistError(f"malformed object data near byte {reader.at}: {error}") from error
     if reader.at != len(view):
         reader.fail(f"{len(view) - reader.at} bytes too many")

@@ -1,9 +1,10 @@
 """The typed format of objects.
 
-The first byte of a message is :data:`TYPED` or :data:`PICKLED`. In the typed format a value is a one-byte tag and its
-body; integers and lengths are little-endian. Values that can be shared are numbered in order of first occurrence, on
-both sides; each later occurrence is a reference to the number. Tuples and frozensets inside a key or a set's item are
-not numbered: hashing them visits all their items, and references would make that exponential.
+The first byte of a message is :data:`TYPED` or :data:`PICKLED`. In the typed format a value is a
+one-byte tag and its body; integers and lengths are little-endian. Values that can be shared are
+numbered in order of first occurrence, on both sides; each later occurrence is a reference to the
+number. Tuples and frozensets inside a key or a set's item are not numbered: hashing them visits all
+their items, and references would make that exponential.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class NotPlainError(Exception):
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """True if ``dtype.str`` defines the dtype completely, on every machine (long double differs between machines)."""
+    """True if ``dtype.str`` defines the dtype completely, on every machine (long double differs
+    between machines)."""
     if dtype.kind not in _DTYPE_KINDS or dtype.itemsize > (16 if dtype.kind == "c" else 8):
         return False
     return dtype.metadata is None and np.dtype(dtype.str) == dtype
@@ -43,4 +45,8 @@ def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
 def type_name(obj: object) -> str:
     """The qualified name of an object's type, without ``builtins``."""
     kind = type(obj)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )

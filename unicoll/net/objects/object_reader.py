@@ -1,4 +1,5 @@
-"""Reads objects in the typed format (:mod:`unicoll.net.objects.object_format`) from untrusted bytes."""
+"""Reads objects in the typed format (:mod:`unicoll.net.objects.object_format`) from untrusted
+bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _UNPACK_INT, _UNPACK_FLOAT, _UNPACK_LENGTH = INT.unpack_from, FLOAT.unpack_from,
 class Reader:
     """Reads one typed message; ``at`` is the position of the next byte.
 
-    Every length is checked against the remaining bytes before memory is allocated, and the nesting is bounded.
+    Every length is checked against the remaining bytes before memory is allocated, and the nesting
+    is bounded.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -47,7 +49,8 @@ class Reader:
     def read(self, depth: int) -> Any:
         at = self.at
         if at >= self._end:
-            self._advance(1)  # raises; where it would not, the steps of it here are faster than a call
+            # Raises; where it would not, the steps of it here are faster than a call.
+            self._advance(1)
         self.at = at + 1
         read = _READERS.get(self.view[at])
         if read is None:
@@ -57,7 +60,8 @@ class Reader:
     def read_int(self, depth: int) -> int:
         at = self.at
         if at + 8 > self._end:
-            self._advance(8)  # raises
+            # Raises.
+            self._advance(8)
         self.at = at + 8
         value: int = _UNPACK_INT(self.view, at)[0]
         return value
@@ -69,7 +73,8 @@ class Reader:
     def read_float(self, depth: int) -> float:
         at = self.at
         if at + 8 > self._end:
-            self._advance(8)  # raises
+            # Raises.
+            self._advance(8)
         self.at = at + 8
         value: float = _UNPACK_FLOAT(self.view, at)[0]
         return value
@@ -117,7 +122,9 @@ class Reader:
         return result
 
     def read_tuple(self, depth: int) -> tuple[Any, ...]:
-        return self._add_shared_frozen(tuple([self.read(depth + 1) for _ in range(self._count(depth))]))
+        return self._add_shared_frozen(
+            tuple([self.read(depth + 1) for _ in range(self._count(depth))])
+        )
 
     def read_frozenset(self, depth: int) -> frozenset[Any]:
         return self._add_shared_frozen(self._hashed_items(depth))
@@ -142,7 +149,8 @@ class Reader:
         return obj
 
     def _advance(self, count: int) -> int:
-        """Go on by ``count`` bytes, which must be there; returns the position of the first of them."""
+        """Go on by ``count`` bytes, which must be there; returns the position of the first of
+        them."""
         at = self.at
         end = at + count
         if end > self._end:
@@ -165,7 +173,8 @@ class Reader:
             if end <= self._end:
                 self.at = end
                 return self.view[start:end]
-        return self._read_bytes(self._length())  # raises
+        # Raises.
+        return self._read_bytes(self._length())
 
     def _count(self, depth: int) -> int:
         """The number of items that follow; each has at least one byte."""

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _FIRST = bytes((TYPED,))
-_PACK_INT, _PACK_FLOAT, _PACK_LENGTH = [struct.Struct(f"<c{code}").pack for code in "qdQ"]  # with the tag
+# With the tag.
+_PACK_INT, _PACK_FLOAT, _PACK_LENGTH = [struct.Struct(f"<c{code}").pack for code in "qdQ"]
 
 
 class Writer:
@@ -36,10 +37,14 @@ class Writer:
     def __init__(self) -> None:
         self.parts: list[Any] = [_FIRST]
         self._numbers: dict[
-            int, int
-        ] = {}  # id -> number; the root object keeps all objects, and so the ids, alive
-        self._unfinished: set[int] = set()  # tuples and frozensets being written: not yet numbered
-        self._hashed_depth = 0  # number of enclosing keys and set items
+            int,
+            int,
+            # Id -> number; the root object keeps all objects, and so the ids, alive.
+        ] = {}
+        # Tuples and frozensets being written: not yet numbered.
+        self._unfinished: set[int] = set()
+        # Number of enclosing keys and set items.
+        self._hashed_depth = 0
 
     def write(self, obj: Any, depth: int) -> None:
         write = _WRITERS.get(type(obj))
@@ -59,7 +64,9 @@ class Writer:
         if -(1 << 63) <= obj < 1 << 63:
             self.parts.append(_PACK_INT(b"i", obj))
         else:
-            self._write_shared(b"I", obj, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+            self._write_shared(
+                b"I", obj, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)
+            )
 
     def write_float(self, obj: float, depth: int) -> None:
         self.parts.append(_PACK_FLOAT(b"f", obj))
@@ -137,7 +144,8 @@ class Writer:
             self.write(item, depth + 1)
 
     def _write_frozen(self, tag: bytes, obj: Any, depth: int, hashed: int) -> None:
-        """The reader creates an immutable container after its items, so it is numbered after them."""
+        """The reader creates an immutable container after its items, so it is numbered after
+        them."""
         numbered = not self._hashed_depth
         if numbered and self._write_reference(obj):
             return

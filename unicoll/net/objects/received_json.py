@@ -1,7 +1,9 @@
-"""JSON of other processes, in messages and files: of limited size, with finite numbers, and of the expected kind.
+"""JSON of other processes, in messages and files: of limited size, with finite numbers, and of the
+expected kind.
 
-A process of an open job, or of another version, may send anything. Here all of it is a ValueError; ``json.loads``, and
-what uses its result, raise other errors for nesting, ``Infinity`` or a missing name.
+A process of an open job, or of another version, may send anything. Here all of it is a ValueError;
+``json.loads``, and what uses its result, raise other errors for nesting, ``Infinity`` or a missing
+name.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ MAX_SIZE = 1 << 20
 MAX_FILE = 1 << 29
 """A dump of the most calls that a flight recorder keeps, 2**20, has about 400 MB."""
 
-MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
+MALFORMED = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 """The errors of code that reads fields of a value whose kind was not checked."""
 
 
@@ -30,14 +40,14 @@ def parse(text: bytes | str, kind: Any = object, most: int = MAX_SIZE) -> Any:
     """The value of a JSON text.
 
     Args:
-        kind: what the value must be: a class or a union of classes, where an int is also a float and a bool is neither;
-            ``[kind]``, a list of any length; ``(kind, kind)``, a list of so many; ``{name: kind}``, an object with at
-            least these names.
+        kind: what the value must be: a class or a union of classes, where an int is also a float
+            and a bool is neither; ``[kind]``, a list of any length; ``(kind, kind)``, a list of so
+            many; ``{name: kind}``, an object with at least these names.
         most: bytes of the text.
 
     Raises:
-        ValueError: the text is longer, is not JSON, has a number that is not finite, is nested too deeply, or its value
-            is of another kind.
+        ValueError: the text is longer, is not JSON, has a number that is not finite, is nested too
+            deeply, or its value is of another kind.
     """
     if len(text) > most:
         raise ValueError(f"it has {len(text)} bytes, the maximum is {most}")
@@ -55,7 +65,8 @@ def read_json(path: str, directory: int | None = None) -> Any:
     """The content of a regular file of at most 512 MiB with JSON.
 
     Args:
-        directory: descriptor of the directory that a relative path starts from, in place of the working directory.
+        directory: descriptor of the directory that a relative path starts from, in place of the
+            working directory.
 
     Raises:
         OSError: it cannot be read. It is something else, whose end might never come, or is larger.
@@ -66,7 +77,9 @@ def read_json(path: str, directory: int | None = None) -> Any:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", path)
         if found.st_size > MAX_FILE:
-            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, the maximum is {MAX_FILE}", path)
+            raise OSError(
+                errno.EFBIG, f"it has {found.st_size} bytes, the maximum is {MAX_FILE}", path
+            )
         text = file.read(MAX_FILE)
     return parse(text, most=MAX_FILE)
 
@@ -107,7 +120,11 @@ def check(value: Any, kind: Any, place: str = "it") -> None:
     else:
         accepted = kind | int if kind is float else kind
         is_number = isinstance(value, bool) and kind in (int, float)
-        _require(isinstance(value, accepted) and not is_number, place, getattr(kind, "__name__", str(kind)))
+        _require(
+            isinstance(value, accepted) and not is_number,
+            place,
+            getattr(kind, "__name__", str(kind)),
+        )
 
 
 def _require(condition: bool, place: str, what: str) -> None:

@@ -23,10 +23,13 @@ def seconds_of(timeout: Timeout) -> float:
     """A timeout in seconds, at most three weeks, the limit of poll(2).
 
     Raises:
-        DistArgumentError: it is negative or NaN. DistTypeError: it is neither a timedelta nor a number.
+        DistArgumentError: it is negative or NaN. DistTypeError: it is neither a timedelta nor a
+            number.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
-        raise DistTypeError(f"a timeout is a timedelta or a number of seconds, not {type(timeout).__name__}")
+        raise DistTypeError(
+            f"a timeout is a timedelta or a number of seconds, not {type(timeout).__name__}"
+        )
     seconds = to_seconds(timeout)
     if seconds is None or math.isnan(seconds) or seconds < 0:
         raise DistArgumentError(f"a timeout cannot be {timeout!r}")
@@ -34,20 +37,24 @@ def seconds_of(timeout: Timeout) -> float:
 
 
 class Store(ABC):
-    """A key-value store shared by the processes of a job, with the methods and semantics of torch.distributed.Store.
+    """A key-value store shared by the processes of a job, with the methods and semantics of
+    torch.distributed.Store.
 
-    Keys are ``str`` of at most 64 KiB in UTF-8. Values are ``bytes`` or ``str`` (stored as UTF-8) of at most 1 GiB
-    (limit: ``UNICOLL_STORE_MAX_VALUE``) and are returned as ``bytes``. All methods are thread-safe, and a waiting call
-    does not block other calls. A timeout of None means the store's :attr:`timeout`.
+    Keys are ``str`` of at most 64 KiB in UTF-8. Values are ``bytes`` or ``str`` (stored as UTF-8)
+    of at most 1 GiB (limit: ``UNICOLL_STORE_MAX_VALUE``) and are returned as ``bytes``. All methods
+    are thread-safe, and a waiting call does not block other calls. A timeout of None means the
+    store's :attr:`timeout`.
 
-    Every method may raise DistTypeError and DistArgumentError (an argument of the wrong type or size),
-    DistStoreError (the store does not support the operation, or is closed) and DistNetworkError (its server cannot be
-    reached); waiting methods also raise StoreTimeoutError, which has the missing keys.
+    Every method may raise DistTypeError and DistArgumentError (an argument of the wrong type or
+    size), DistStoreError (the store does not support the operation, or is closed) and
+    DistNetworkError (its server cannot be reached); waiting methods also raise StoreTimeoutError,
+    which has the missing keys.
 
-    A method that an exception of a signal's handler has ended may have done its work (:meth:`add` may have added), or,
-    of several keys, a part of it. The store remains usable.
+    A method that an exception of a signal's handler has ended may have done its work (:meth:`add`
+    may have added), or, of several keys, a part of it. The store remains usable.
 
-    A subclass defines the abstract methods; it may override the others, which are implemented with them.
+    A subclass defines the abstract methods; it may override the others, which are implemented with
+    them.
     """
 
     _timeout: float = DEFAULT_TIMEOUT.total_seconds()
@@ -78,8 +85,8 @@ class Store(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
-        """Atomically sets the key to ``desired_value`` if its value is ``expected_value``; returns the value after
-        that.
+        """Atomically sets the key to ``desired_value`` if its value is ``expected_value``; returns
+        the value after that.
 
         An absent key is set only if ``expected_value`` is empty; otherwise it stays absent and
         ``expected_value`` is returned, as torch.distributed does.
@@ -89,7 +96,8 @@ class Store(ABC):
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Waits until every key exists (has a value, or a queue that is not empty).
 
-        A value that is pushed to an empty queue ends the wait for this one key of one caller; with a FileStore of all.
+        A value that is pushed to an empty queue ends the wait for this one key of one caller; with
+        a FileStore of all.
         """
 
     @abstractmethod
@@ -142,7 +150,8 @@ class Store(ABC):
         raise self._unsupported("queue_len")
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Waits until ``world_size`` callers have called it with this key; a key is for one barrier."""
+        """Waits until ``world_size`` callers have called it with this key; a key is for one
+        barrier."""
         arrived, opened = f"{key}/num_members", f"{key}/last_member"
         if self.add(arrived, 1) >= world_size:
             self.set(opened, b"1")
@@ -150,9 +159,11 @@ class Store(ABC):
             self.wait([opened], timeout)
         except StoreTimeoutError as error:
             count = self.add(arrived, 0)
-            if count < world_size:  # else the last one has come just now
+            # Else the last one has come just now.
+            if count < world_size:
                 raise StoreTimeoutError(
-                    f"barrier {key!r} of {self!r}: {count} of {world_size} callers had come when the time was up",
+                    f"barrier {key!r} of {self!r}: {count} of {world_size} callers had come when"
+                    " the time was up",
                     op="barrier",
                 ) from error
 
@@ -165,7 +176,8 @@ class Store(ABC):
         raise self._unsupported("clone")
 
     def close(self) -> None:  # noqa: B027 - a store may have nothing to close
-        """Closes the store's sockets, files and threads. Idempotent; other methods raise afterwards."""
+        """Closes the store's sockets, files and threads. Idempotent; other methods raise
+        afterwards."""
 
     def _unsupported(self, method: str) -> DistStoreError:
         return DistStoreError(f"{type(self).__name__} has no {method}", op=method)
@@ -181,10 +193,13 @@ def key_value_pairs(keys: Sequence[str], values: Sequence[Value]) -> list[tuple[
     for name, values_given in (("keys", keys), ("values", values)):
         if isinstance(values_given, (str, bytes)):
             raise DistTypeError(
-                f"multi_set: {name} is a sequence, not one {type(values_given).__name__}", op="multi_set"
+                f"multi_set: {name} is a sequence, not one {type(values_given).__name__}",
+                op="multi_set",
             )
     if len(keys) != len(values):
-        raise DistArgumentError(f"multi_set: {len(keys)} keys, but {len(values)} values", op="multi_set")
+        raise DistArgumentError(
+            f"multi_set: {len(keys)} keys, but {len(values)} values", op="multi_set"
+        )
     return list(zip(keys, values, strict=True))
 
 
@@ -195,11 +210,15 @@ def key_list(keys: Sequence[str], op: str) -> list[str]:
         DistTypeError: it is a single string, or not a sequence.
     """
     if isinstance(keys, (str, bytes)):
-        raise DistTypeError(f"{op}: keys is a sequence of str, not one {type(keys).__name__}", op=op)
+        raise DistTypeError(
+            f"{op}: keys is a sequence of str, not one {type(keys).__name__}", op=op
+        )
     try:
         return list(keys)
     except TypeError:
-        raise DistTypeError(f"{op}: keys is a sequence of str, not {type(keys).__name__}", op=op) from None
+        raise DistTypeError(
+            f"{op}: keys is a sequence of str, not {type(keys).__name__}", op=op
+        ) from None
 
 
 def as_bytes(value: Value, op: str) -> bytes:
@@ -230,8 +249,9 @@ def integer(value: SupportsIndex, name: str, op: str) -> int:
 class PrefixStore(Store):
     """A view of another store in which every key begins with ``prefix/``.
 
-    The underlying store is any object with torch.distributed's store methods, including another PrefixStore.
-    :meth:`close` leaves it open; :meth:`set_timeout` changes its timeout, as torch.distributed does.
+    The underlying store is any object with torch.distributed's store methods, including another
+    PrefixStore. :meth:`close` leaves it open; :meth:`set_timeout` changes its timeout, as
+    torch.distributed does.
 
     Args:
         prefix: prepended to each key, followed by ``/``.
@@ -283,7 +303,9 @@ class PrefixStore(Store):
         return self._store.add(self._full_key(key, "add"), amount)
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
-        return self._store.compare_set(self._full_key(key, "compare_set"), expected_value, desired_value)
+        return self._store.compare_set(
+            self._full_key(key, "compare_set"), expected_value, desired_value
+        )
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         full = self._full_keys(keys, "wait")
@@ -332,7 +354,8 @@ class PrefixStore(Store):
         return self._store.has_extended_api()
 
     def clone(self) -> PrefixStore:
-        """The same prefix over a clone of the underlying store; close that clone through ``underlying_store``."""
+        """The same prefix over a clone of the underlying store; close that clone through
+        ``underlying_store``."""
         return PrefixStore(self._prefix, self._store.clone())
 
     def __repr__(self) -> str:

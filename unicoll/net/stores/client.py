@@ -36,8 +36,11 @@ class RequestStore(Store):
         self._max_value = max_value()
 
     @abstractmethod
-    def _execute(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
-        """Executes one operation for the method ``name``; it may wait ``seconds`` for keys. Returns the reply's fields.
+    def _execute(
+        self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str
+    ) -> Sequence[bytes]:
+        """Executes one operation for the method ``name``; it may wait ``seconds`` for keys. Returns
+        the reply's fields.
 
         Raises:
             StoreTimeoutError: keys were missing for ``seconds``; see :meth:`_timeout_error`.
@@ -57,11 +60,17 @@ class RequestStore(Store):
         number = integer(amount, "amount", "add")
         if not -(1 << 63) <= number < 1 << 63:
             raise DistArgumentError(f"add: the amount {number} does not fit 64 bits", op="add")
-        return int(self._execute(StoreOp.ADD, (self._key(key, "add"), b"%d" % number), 0.0, "add")[0])
+        return int(
+            self._execute(StoreOp.ADD, (self._key(key, "add"), b"%d" % number), 0.0, "add")[0]
+        )
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         op = "compare_set"
-        fields = (self._key(key, op), self._value(expected_value, op), self._value(desired_value, op))
+        fields = (
+            self._key(key, op),
+            self._value(expected_value, op),
+            self._value(desired_value, op),
+        )
         return self._execute(StoreOp.COMPARE_SET, fields, 0.0, op)[0]
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
@@ -72,7 +81,10 @@ class RequestStore(Store):
         return self._execute(StoreOp.CHECK, self._keys(keys, "check"), 0.0, "check")[0] == b"1"
 
     def delete_key(self, key: str) -> bool:
-        return self._execute(StoreOp.DELETE, (self._key(key, "delete_key"),), 0.0, "delete_key")[0] == b"1"
+        return (
+            self._execute(StoreOp.DELETE, (self._key(key, "delete_key"),), 0.0, "delete_key")[0]
+            == b"1"
+        )
 
     def num_keys(self) -> int:
         return int(self._execute(StoreOp.NUM_KEYS, (), 0.0, "num_keys")[0])
@@ -81,11 +93,15 @@ class RequestStore(Store):
         return [_text(key) for key in self._execute(StoreOp.LIST_KEYS, (), 0.0, "list_keys")]
 
     def append(self, key: str, value: Value) -> None:
-        self._execute(StoreOp.APPEND, (self._key(key, "append"), self._value(value, "append")), 0.0, "append")
+        self._execute(
+            StoreOp.APPEND, (self._key(key, "append"), self._value(value, "append")), 0.0, "append"
+        )
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return list(
-            self._execute(StoreOp.MULTI_GET, self._keys(keys, "multi_get"), self._timeout, "multi_get")
+            self._execute(
+                StoreOp.MULTI_GET, self._keys(keys, "multi_get"), self._timeout, "multi_get"
+            )
         )
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
@@ -108,7 +124,9 @@ class RequestStore(Store):
         return popped[0]
 
     def queue_len(self, key: str) -> int:
-        return int(self._execute(StoreOp.QUEUE_LEN, (self._key(key, "queue_len"),), 0.0, "queue_len")[0])
+        return int(
+            self._execute(StoreOp.QUEUE_LEN, (self._key(key, "queue_len"),), 0.0, "queue_len")[0]
+        )
 
     def has_extended_api(self) -> bool:
         return True
@@ -118,7 +136,9 @@ class RequestStore(Store):
             raise DistTypeError(f"{op}: a key is a str, not {type(key).__name__}", op=op)
         encoded = key.encode("utf-8", "surrogateescape")
         if len(encoded) > MAX_KEY:
-            raise DistArgumentError(f"{op}: a key has at most {MAX_KEY} bytes, not {len(encoded)}", op=op)
+            raise DistArgumentError(
+                f"{op}: a key has at most {MAX_KEY} bytes, not {len(encoded)}", op=op
+            )
         return encoded
 
     def _keys(self, keys: Sequence[str], op: str) -> list[bytes]:
@@ -128,7 +148,8 @@ class RequestStore(Store):
         data = as_bytes(value, op)
         if len(data) > self._max_value:
             raise DistArgumentError(
-                f"{op}: a value has at most {self._max_value} bytes, not {len(data)} (UNICOLL_STORE_MAX_VALUE)",
+                f"{op}: a value has at most {self._max_value} bytes, not {len(data)}"
+                " (UNICOLL_STORE_MAX_VALUE)",
                 op=op,
             )
         return data
@@ -137,8 +158,8 @@ class RequestStore(Store):
         request = pack_request(op, fields, seconds)
         if len(request) > max_request(self._max_value):
             raise DistArgumentError(
-                f"{name}: {len(request)} bytes in one request; values may have {self._max_value} together "
-                "(UNICOLL_STORE_MAX_VALUE)",
+                f"{name}: {len(request)} bytes in one request; values may have {self._max_value}"
+                " together (UNICOLL_STORE_MAX_VALUE)",
                 op=name,
             )
         return request
@@ -152,8 +173,9 @@ class RequestStore(Store):
         plural = "" if len(missing) == 1 else "s"
         what, done = ("queue", "pushed to") if name == "queue_pop" else ("key", "set")
         return StoreTimeoutError(
-            f"{name}: waited {seconds:g} s at {self!r} for the {what}{plural} {shown}{note}; no process has "
-            f"{done} {'them' if plural else 'it'}: a process of the job has not started, is late, or has failed",
+            f"{name}: waited {seconds:g} s at {self!r} for the {what}{plural} {shown}{note}; no"
+            f" process has {done} {'them' if plural else 'it'}: a process of the job has not"
+            " started, is late, or has failed",
             op=name,
         )
 

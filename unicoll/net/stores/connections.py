@@ -29,19 +29,21 @@ _LEAST_SECONDS = 0.1
 
 
 class ConnectionPool:
-    """Connections to one server. Each has one request at a time, so that a waiting request does not block others.
+    """Connections to one server. Each has one request at a time, so that a waiting request does not
+    block others.
 
-    A forked child does not use its parent's connections; it makes its own. Each connection is in :attr:`_users`, with
-    its user, from its beginning to its end, so that an exception in the middle of any method loses none.
+    A forked child does not use its parent's connections; it makes its own. Each connection is in
+    :attr:`_users`, with its user, from its beginning to its end, so that an exception in the middle
+    of any method loses none.
 
     Args:
         hosts: names or addresses of the server; every address that they resolve to is tried.
         address: the server's address for messages.
 
     Attributes:
-        private: True if the server accepts only processes of its own host that hold its secret or, without one, are of
-            this process's user, which is the server's user too; None before the first connection. If a later
-            connection is not private, it is refused.
+        private: True if the server accepts only processes of its own host that hold its secret or,
+            without one, are of this process's user, which is the server's user too; None before the
+            first connection. If a later connection is not private, it is refused.
     """
 
     def __init__(self, hosts: Sequence[str], port: int, secret: Secret, address: str) -> None:
@@ -55,8 +57,10 @@ class ConnectionPool:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._users: dict[Connection, object | None] = {}  # None for a connection that is idle
-        self._lock = threading.RLock()  # else a shutdown could reach a new socket with the same descriptor
+        # None for a connection that is idle.
+        self._users: dict[Connection, object | None] = {}
+        # Else a shutdown could reach a new socket with the same descriptor.
+        self._lock = threading.RLock()
 
     def connect(self, deadline: float, retry: bool = True) -> None:
         """Makes the first connection; retries until the deadline, since the server may start later.
@@ -65,8 +69,8 @@ class ConnectionPool:
             retry: False for a server that is known to run: where it cannot be reached it has ended.
 
         Raises:
-            AuthenticationError: a server of another job or protocol answers. DistNetworkError: no server was reached
-                in time.
+            AuthenticationError: a server of another job or protocol answers. DistNetworkError: no
+                server was reached in time.
         """
         started = time.monotonic()
         pauses = backoff(*_PAUSES)
@@ -78,27 +82,33 @@ class ConnectionPool:
                 self._connect(deadline, None)
                 return
             except AuthenticationError as error:
-                # The server of an earlier job may be shutting down; a server of another protocol stays.
+                # The server of an earlier job may be shutting down; a server of another protocol
+                # stays.
                 now = time.monotonic()
                 silent_since = silent_since or now
-                temporary = isinstance(error, NoAnswerError) and now - silent_since < _SHUTTING_DOWN_SECONDS
+                temporary = (
+                    isinstance(error, NoAnswerError) and now - silent_since < _SHUTTING_DOWN_SECONDS
+                )
                 if not temporary or now >= deadline:
                     raise
             except DistNetworkError as error:
                 silent_since = None
-                if cause is None or not late:  # a late attempt fails by the deadline, not by the server
+                # A late attempt fails by the deadline, not by the server.
+                if cause is None or not late:
                     cause = error
                 if not retry or time.monotonic() >= deadline:
                     waited = time.monotonic() - started
                     within = f" within {waited:.3g} s" if waited >= 0.001 else ""
                     raise DistNetworkError(
-                        f"no store could be reached at {self.address}{within}: {cause}. Is the process that hosts"
-                        " it running there, and the address the same everywhere?"
+                        f"no store could be reached at {self.address}{within}: {cause}. Is the"
+                        " process that hosts it running there, and the address the same"
+                        " everywhere?"
                     ) from error
             time.sleep(min(next(pauses) * random.uniform(0.5, 1.0), seconds_left(deadline)))
 
     def acquire(self, user: object) -> Connection:
-        """A connection for one request of ``user``; :meth:`release` it afterwards, after an error :meth:`discard`."""
+        """A connection for one request of ``user``; :meth:`release` it afterwards, after an error
+        :meth:`discard`."""
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
@@ -180,7 +190,9 @@ class ConnectionPool:
             if self.private is None:
                 self.private = private
             elif self.private and not private:
-                raise AuthenticationError(f"the store server at {self.address} is no longer this user's own")
+                raise AuthenticationError(
+                    f"the store server at {self.address} is no longer this user's own"
+                )
             with self._lock:
                 self._users[connection] = user
         except BaseException:

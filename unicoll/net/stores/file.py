@@ -21,8 +21,9 @@ _POLL_PAUSES = (0.001, 0.05, 1.5)
 class FileStore(RequestStore):
     """A store in a file, on a file system that all processes share (torch.distributed.FileStore).
 
-    The file is created if it does not exist, accessible to its owner only; it never shrinks. A waiting call reads it
-    every 1 to 50 ms. A file left over from an earlier job still has that job's keys: use a new name for each job.
+    The file is created if it does not exist, accessible to its owner only; it never shrinks. A
+    waiting call reads it every 1 to 50 ms. A file left over from an earlier job still has that
+    job's keys: use a new name for each job.
 
     Args:
         file_name: the file's path.
@@ -39,7 +40,9 @@ class FileStore(RequestStore):
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise DistTypeError(f"FileStore: world_size is an int, not {type(world_size).__name__}")
         if world_size == 0:
-            raise DistArgumentError("FileStore: world_size is positive, or -1 if the number is not fixed")
+            raise DistArgumentError(
+                "FileStore: world_size is positive, or -1 if the number is not fixed"
+            )
         path = os.path.abspath(file_name)
         self._attach(path, world_size)
         while world_size > 0 and not self._log.add_user():
@@ -60,10 +63,13 @@ class FileStore(RequestStore):
 
     @property
     def private(self) -> bool:
-        """True if only this process's user can access the open file, to which the path may no longer refer."""
+        """True if only this process's user can access the open file, to which the path may no
+        longer refer."""
         return self._finalizer.alive and self._log.private()
 
-    def _execute(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
+    def _execute(
+        self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str
+    ) -> Sequence[bytes]:
         if self._pid != os.getpid():
             # A forked child opens the file itself: the locks and descriptors are its parent's.
             if self._finalizer.detach() is None:
@@ -79,7 +85,9 @@ class FileStore(RequestStore):
                 left = seconds_left(deadline)
                 if not left:
                     note = (
-                        "" if self._log.is_current() else " (the file has been deleted or replaced meanwhile)"
+                        ""
+                        if self._log.is_current()
+                        else " (the file has been deleted or replaced meanwhile)"
                     )
                     raise self._timeout_error(state.keys, seconds, name, note) from None
             time.sleep(min(next(pauses), left))

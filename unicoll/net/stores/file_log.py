@@ -1,8 +1,8 @@
 """The log file of a FileStore: requests that every process replays.
 
-The file has one line of text and then requests in the format of :mod:`unicoll.net.stores.protocol`, each appended under
-an fcntl lock, which NFS supports too. A record counts once it is complete; the next writer truncates an incomplete
-record that a killed process has left.
+The file has one line of text and then requests in the format of :mod:`unicoll.net.stores.protocol`,
+each appended under an fcntl lock, which NFS supports too. A record counts once it is complete; the
+next writer truncates an incomplete record that a killed process has left.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _MAX_LARGEST_REQUESTS = 8
 class FileLog:
     """The file, opened once for all handles of this process.
 
-    fcntl locks belong to the process, and closing any descriptor of a file releases them. So there is one descriptor,
-    and a thread lock is taken before the file's lock.
+    fcntl locks belong to the process, and closing any descriptor of a file releases them. So there
+    is one descriptor, and a thread lock is taken before the file's lock.
 
-    An exception of a signal's handler may leave a record incomplete, as a killed process does, or complete. This
-    process then reads the file from its beginning.
+    An exception of a signal's handler may leave a record incomplete, as a killed process does, or
+    complete. This process then reads the file from its beginning.
     """
 
     def __init__(self, path: str, fd: int, identity: tuple[int, int]) -> None:
@@ -63,7 +63,8 @@ class FileLog:
         self.handles = 0
         self._fd = fd
         self._thread_lock = threading.RLock()
-        self._holder: int | None = None  # the thread that has the locks
+        # The thread that has the locks.
+        self._holder: int | None = None
         self._max_value = max_value()
         self._max_file_size = _MAX_LARGEST_REQUESTS * max_request(self._max_value)
         self._replay_from_start()
@@ -72,10 +73,12 @@ class FileLog:
         self._in_doubt = True
         self._table = Table()
         self._offset = 0
-        self._in_doubt = False  # True while the table and the offset may not fit together
+        # True while the table and the offset may not fit together.
+        self._in_doubt = False
 
     def execute(self, op: StoreOp, fields: Sequence[bytes], record: bytes) -> Sequence[bytes]:
-        """Executes one operation on the present state of the file; ``record`` is the request for the log.
+        """Executes one operation on the present state of the file; ``record`` is the request for
+        the log.
 
         Raises:
             WaitRequired: the operation has to wait for keys.
@@ -111,13 +114,15 @@ class FileLog:
         self._with_lock(True, run)
 
     def _mutate(self, op: StoreOp, fields: Sequence[bytes], record: bytes) -> Sequence[bytes]:
-        """Executes a mutating operation, and appends it to the log if it has changed a key; under the lock."""
+        """Executes a mutating operation, and appends it to the log if it has changed a key; under
+        the lock."""
         self._in_doubt = True
         try:
             reply = self._table.apply(op, fields)
             if self._table.changed_keys:
                 self._append(record)
-        except (WaitRequired, DistStoreError):  # nothing was changed
+        except (WaitRequired, DistStoreError):
+            # Nothing was changed.
             self._in_doubt = False
             raise
         self._table.changed_keys.clear()
@@ -149,19 +154,22 @@ class FileLog:
                 self._fd = -1
 
     def close_in_child(self) -> None:
-        """Closes the descriptor in a forked child, without locks, which the parent's threads may hold."""
+        """Closes the descriptor in a forked child, without locks, which the parent's threads may
+        hold."""
         os.close(self._fd)
         self._fd = -1
 
     def _with_lock(self, exclusive: bool, run: Callable[[], T]) -> T:
         """The result of ``run``, called with the locks.
 
-        Each lock is taken within the ``try`` that releases it, and by no context manager written in Python: an
-        exception of a signal's handler may come after any call.
+        Each lock is taken within the ``try`` that releases it, and by no context manager written in
+        Python: an exception of a signal's handler may come after any call.
         """
         me = threading.get_ident()
         if self._holder == me:
-            raise DistStoreError(f"FileStore {self.path}: a signal's handler uses it within an operation")
+            raise DistStoreError(
+                f"FileStore {self.path}: a signal's handler uses it within an operation"
+            )
         deadline = time.monotonic() + _LOCK_SECONDS
         try:
             if not self._thread_lock.acquire(timeout=_LOCK_SECONDS):
@@ -179,7 +187,8 @@ class FileLog:
                 self._holder = None
             try:
                 self._thread_lock.release()
-            except RuntimeError:  # it was not acquired
+            except RuntimeError:
+                # It was not acquired.
                 pass
 
     def _lock_file(self, kind: int, deadline: float) -> None:
@@ -190,17 +199,22 @@ class FileLog:
                 return
             except (BlockingIOError, PermissionError):
                 if time.monotonic() >= deadline:
-                    raise self._lock_timeout_error("another process, perhaps a stopped one,") from None
+                    raise self._lock_timeout_error(
+                        "another process, perhaps a stopped one,"
+                    ) from None
             except OSError as error:
                 if raised_by_handler(error):
                     raise
                 raise DistStoreError(
-                    f"FileStore {self.path} cannot be locked: {error.strerror}. The file system must have fcntl locks"
+                    f"FileStore {self.path} cannot be locked: {error.strerror}. The file system"
+                    " must have fcntl locks"
                 ) from error
             time.sleep(next(pauses))
 
     def _lock_timeout_error(self, holder: str) -> DistStoreError:
-        return DistStoreError(f"FileStore {self.path}: {holder} has held its lock for {_LOCK_SECONDS:g} s")
+        return DistStoreError(
+            f"FileStore {self.path}: {holder} has held its lock for {_LOCK_SECONDS:g} s"
+        )
 
     def _replay_new_records(self) -> None:
         if self._in_doubt:
@@ -218,7 +232,9 @@ class FileLog:
         if self._offset == 0:
             line = bytes(self._read(min(size, len(FIRST_LINE))))
             if line != FIRST_LINE[: len(line)]:
-                raise DistStoreError(f"{self.path} is not a file of a FileStore; it was not changed")
+                raise DistStoreError(
+                    f"{self.path} is not a file of a FileStore; it was not changed"
+                )
             if len(line) < len(FIRST_LINE):
                 return
             self._offset = len(FIRST_LINE)
@@ -228,7 +244,8 @@ class FileLog:
         while (left := size - self._offset) > 0:
             done = self._replay(memoryview(self._read(min(left, chunk))))
             if not done and chunk >= left:
-                break  # the last record is not complete
+                # The last record is not complete.
+                break
             self._offset += done
             chunk = _CHUNK_SIZE if done else 2 * chunk
         self._in_doubt = False
@@ -279,7 +296,8 @@ class FileLog:
                 raise
             self._undo_append()
             raise DistStoreError(
-                f"FileStore {self.path} cannot be written: {error.strerror}; its present keys can still be read"
+                f"FileStore {self.path} cannot be written: {error.strerror}; its present keys can"
+                " still be read"
             ) from error
         self._offset = at
 
@@ -318,11 +336,16 @@ def open_log(path: str) -> FileLog:
 
 def _open_file(path: str) -> FileLog:
     try:
-        # No symbolic links: in a directory that others can write to, one may lead to any file of this user.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        # No symbolic links: in a directory that others can write to, one may lead to any file of
+        # this user.
+        fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+        )
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise DistStoreError(f"FileStore {path} is a symbolic link, which is not followed") from error
+            raise DistStoreError(
+                f"FileStore {path} is a symbolic link, which is not followed"
+            ) from error
         raise DistStoreError(f"FileStore {path} cannot be opened: {error.strerror}") from error
     status = os.fstat(fd)
     reason = None

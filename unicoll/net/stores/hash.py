@@ -31,13 +31,16 @@ class HashStore(RequestStore):
         super().__init__()
         self._shared: _Shared | None = _Shared()
 
-    def _execute(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
+    def _execute(
+        self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str
+    ) -> Sequence[bytes]:
         shared = self._shared
         if shared is None:
             raise self._closed_error(name)
         if shared.pid != os.getpid():
             raise DistStoreError(
-                f"{name}: this HashStore belongs to process {shared.pid}; a forked child needs a FileStore or TCPStore",
+                f"{name}: this HashStore belongs to process {shared.pid}; a forked child needs a"
+                " FileStore or TCPStore",
                 op=name,
             )
         waited, missing, reply = False, fields, fields
@@ -57,10 +60,13 @@ class HashStore(RequestStore):
             raise self._timeout_error(missing, seconds, name)
         return reply
 
-    def _apply(self, shared: _Shared, op: StoreOp, fields: Sequence[bytes], waited: bool) -> Sequence[bytes]:
+    def _apply(
+        self, shared: _Shared, op: StoreOp, fields: Sequence[bytes], waited: bool
+    ) -> Sequence[bytes]:
         try:
             return shared.table.apply(op, fields, waited)
-        finally:  # an exception of a signal's handler may come after the change
+        finally:
+            # An exception of a signal's handler may come after the change.
             if shared.table.changed_keys:
                 shared.table.changed_keys.clear()
                 shared.changes.notify_all()

@@ -28,10 +28,11 @@ _servers: dict[tuple[tuple[str, ...], int], StoreServer] = {}
 
 
 def bind_addresses(host: str, bind: str | None) -> tuple[str, ...]:
-    """The addresses to listen on: those of ``bind`` (comma-separated), else loopback if ``host`` is, else all (``*``).
+    """The addresses to listen on: those of ``bind`` (comma-separated), else loopback if ``host``
+    is, else all (``*``).
 
-    A name other than localhost counts as reachable from other hosts even if this host resolves it to loopback, as
-    many hosts do with their own name.
+    A name other than localhost counts as reachable from other hosts even if this host resolves it
+    to loopback, as many hosts do with their own name.
     """
     if bind is not None:
         return tuple(part.strip().strip("[]") for part in bind.split(","))
@@ -42,17 +43,21 @@ def bind_addresses(host: str, bind: str | None) -> tuple[str, ...]:
 
 def connect_addresses(addresses: Sequence[str]) -> list[str]:
     """The addresses at which this process connects to its own server."""
-    specific = [address for address in addresses if address not in {_ALL_INTERFACES, "0.0.0.0", "::"}]
+    specific = [
+        address for address in addresses if address not in {_ALL_INTERFACES, "0.0.0.0", "::"}
+    ]
     return specific or ["127.0.0.1", "::1"]
 
 
 def acquire_server(
     addresses: tuple[str, ...], port: int, secret: Secret, multi_tenant: bool, listen_fd: int | None
 ) -> StoreServer:
-    """A server for a new owner: a server of this process that lingers or is multi-tenant, else a new one.
+    """A server for a new owner: a server of this process that lingers or is multi-tenant, else a
+    new one.
 
     Raises:
-        DistNetworkError: the port cannot be used. DistArgumentError: the running server has another secret.
+        DistNetworkError: the port cannot be used. DistArgumentError: the running server has another
+            secret.
     """
     with _lock:
         _remove_ended()
@@ -61,10 +66,15 @@ def acquire_server(
             if running.secret.key != secret.key:
                 release_server(running, linger=True)
                 raise DistArgumentError(
-                    f"this process already serves port {port} with another secret ({running.secret.source})"
+                    f"this process already serves port {port} with another secret"
+                    f" ({running.secret.source})"
                 )
             return running
-        listeners = [_from_descriptor(listen_fd, port)] if listen_fd is not None else _listen(addresses, port)
+        listeners = (
+            [_from_descriptor(listen_fd, port)]
+            if listen_fd is not None
+            else _listen(addresses, port)
+        )
         try:
             server = StoreServer(listeners, secret, multi_tenant)
         except BaseException:
@@ -73,9 +83,10 @@ def acquire_server(
         _servers[addresses, server.port] = server
     if not secret.key and not server.private:
         log.warning(
-            "the store on port %d is OPEN: any process that can reach this host can read and change it, since there is "
-            "no secret. Set UNICOLL_SECRET (or UNICOLL_SECRET_FILE) to the same random text in every process of the "
-            "job, or start the job with the unicoll launcher, which sets it",
+            "the store on port %d is OPEN: any process that can reach this host can read and change"
+            " it, since there is no secret. Set UNICOLL_SECRET (or UNICOLL_SECRET_FILE) to the same"
+            " random text in every process of the job, or start the job with the unicoll launcher,"
+            " which sets it",
             server.port,
         )
     return server
@@ -120,8 +131,8 @@ def _cannot_listen(address: str, port: int, error: OSError) -> DistNetworkError:
     where = join_hostport("0.0.0.0" if address == _ALL_INTERFACES else address, port)
     if error.errno == errno.EADDRINUSE:
         return DistNetworkError(
-            f"{where} is in use: another job or program, or another process with rank 0, listens there. "
-            "Choose another port, or 0 for any free port"
+            f"{where} is in use: another job or program, or another process with rank 0, listens"
+            " there. Choose another port, or 0 for any free port"
         )
     return DistNetworkError(f"cannot listen at {where}: {error.strerror or error}")
 

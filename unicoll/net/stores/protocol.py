@@ -34,7 +34,8 @@ class StoreOp(IntEnum):
     """The operations. The codes are stored in files, so none is ever reused.
 
     Attributes:
-        fields: those of a request: k a key, v a value, n a number; "*" for any number of such groups.
+        fields: those of a request: k a key, v a value, n a number; "*" for any number of such
+            groups.
         reply: the fields of a successful reply; "?" for one or none.
         mutates: True if the operation may change a key.
         waits: True if it may wait for a key.
@@ -73,7 +74,8 @@ class StoreOp(IntEnum):
 
 
 class Status(IntEnum):
-    """The result of a request: ``TIMEOUT``'s fields are the missing keys, ``ERROR``'s is a message."""
+    """The result of a request: ``TIMEOUT``'s fields are the missing keys, ``ERROR``'s is a
+    message."""
 
     OK = 0
     TIMEOUT = 1
@@ -81,7 +83,8 @@ class Status(IntEnum):
 
 
 def max_value() -> int:
-    """The largest value that a store accepts, in bytes: ``UNICOLL_STORE_MAX_VALUE``, default 1 GiB."""
+    """The largest value that a store accepts, in bytes: ``UNICOLL_STORE_MAX_VALUE``, default 1
+    GiB."""
     return environment.number("UNICOLL_STORE_MAX_VALUE")
 
 
@@ -165,10 +168,14 @@ def validate_reply(op: StoreOp, status: int, fields: Sequence[bytes], request_fi
     if shape is None:
         raise MalformedError(f"no status has the code {status}")
     kinds = shape.rstrip("?*")
-    if not (shape.endswith("*") or len(fields) == len(kinds) or (shape.endswith("?") and not fields)):
+    if not (
+        shape.endswith("*") or len(fields) == len(kinds) or (shape.endswith("?") and not fields)
+    ):
         raise MalformedError(f"a reply to {op.name} with {len(fields)} fields")
     if op is StoreOp.MULTI_GET and status == Status.OK and len(fields) != request_fields:
-        raise MalformedError(f"a reply to {op.name} of {request_fields} keys with {len(fields)} fields")
+        raise MalformedError(
+            f"a reply to {op.name} of {request_fields} keys with {len(fields)} fields"
+        )
     if (
         kinds == "n"
         and status == Status.OK

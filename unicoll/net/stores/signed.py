@@ -1,4 +1,5 @@
-"""A view of a store with values signed with the job's key, for stores that other processes can write to."""
+"""A view of a store with values signed with the job's key, for stores that other processes can
+write to."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ _DIGITS = 64
 
 
 class SignedStore(PrefixStore):
-    """Each value has an HMAC over itself and its full key, so it cannot be changed or moved to another key.
+    """Each value has an HMAC over itself and its full key, so it cannot be changed or moved to
+    another key.
 
-    A key that names its publisher and job is covered by the MAC. Numbers (:meth:`add`), queues and the existence of
-    keys are not signed. Values are set once: an earlier value of the same key would be accepted.
+    A key that names its publisher and job is covered by the MAC. Numbers (:meth:`add`), queues and
+    the existence of keys are not signed. Values are set once: an earlier value of the same key
+    would be accepted.
     """
 
     def __init__(self, view: PrefixStore, key: bytes) -> None:
@@ -33,8 +36,8 @@ class SignedStore(PrefixStore):
         value = found[_DIGITS:]
         if not hmac.compare_digest(found, self._sign(key, value)):
             raise AuthenticationError(
-                f"the value of {key!r} in the store was forged: it is not signed with this job's key, so "
-                "its writer is not a member of the job"
+                f"the value of {key!r} in the store was forged: it is not signed with this job's"
+                " key, so its writer is not a member of the job"
             )
         return value
 
@@ -49,11 +52,16 @@ class SignedStore(PrefixStore):
         return None if found is None else self._verify(key, found)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self._verify(key, found) for key, found in zip(keys, self._view.multi_get(keys), strict=True)]
+        return [
+            self._verify(key, found)
+            for key, found in zip(keys, self._view.multi_get(keys), strict=True)
+        ]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         pairs = key_value_pairs(keys, values)
-        self._view.multi_set([key for key, _ in pairs], [self._sign(key, value) for key, value in pairs])
+        self._view.multi_set(
+            [key for key, _ in pairs], [self._sign(key, value) for key, value in pairs]
+        )
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         expected = self._sign(key, expected_value) if expected_value else expected_value

@@ -1,6 +1,7 @@
 """The contents of a store and the operations on them, without threads, sockets or files.
 
-A HashStore has one under a lock, a TCPStore's server has one in its thread, and a FileStore replays its log into one.
+A HashStore has one under a lock, a TCPStore's server has one in its thread, and a FileStore replays
+its log into one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from unicoll.net.stores.protocol import MAX_NUMBER, StoreOp, max_value
 Fields = Sequence[bytes]
 
 HIDDEN = b"\0unicoll/"
-"""Prefix of the stores' own keys, which num_keys counts, as in torch.distributed, and list_keys omits."""
+"""Prefix of the stores' own keys, which num_keys counts, as in torch.distributed, and list_keys
+omits."""
 
 
 class WaitRequired(Exception):
@@ -27,11 +29,12 @@ class WaitRequired(Exception):
 class Table:
     """Values and queues by key.
 
-    An exception of a signal's handler leaves an operation done or not, or of several keys done for some: what changes a
-    key is no call of a function, or the last one.
+    An exception of a signal's handler leaves an operation done or not, or of several keys done for
+    some: what changes a key is no call of a function, or the last one.
 
     Attributes:
-        changed_keys: the keys that operations have changed, in order; the caller of the table clears it.
+        changed_keys: the keys that operations have changed, in order; the caller of the table
+            clears it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +42,8 @@ class Table:
         self._max_value = max_value()
         self._values: dict[bytes, bytes | bytearray] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
-        # for each queue: how many values have been pushed since it was empty that have not ended a WAIT
+        # for each queue: how many values have been pushed since it was empty that have not ended a
+        # WAIT
         self._wakes: dict[bytes, int] = {}
         self._operations: dict[StoreOp, Callable[[Fields], Fields]] = {
             op: getattr(self, f"_{op.name.lower()}") for op in StoreOp
@@ -48,12 +52,13 @@ class Table:
     def apply(self, op: StoreOp, fields: Fields, waited: bool = False) -> Fields:
         """Executes one operation and returns the reply's fields.
 
-        ``waited``: it had to wait, and is tried again. A value in a queue ends the WAIT for it of one caller, as in
-        torch.distributed.
+        ``waited``: it had to wait, and is tried again. A value in a queue ends the WAIT for it of
+        one caller, as in torch.distributed.
 
         Raises:
             WaitRequired: it has to wait for keys; nothing was changed.
-            DistStoreError: it is not possible with the present value of the key; nothing was changed.
+            DistStoreError: it is not possible with the present value of the key; nothing was
+                changed.
         """
         if waited and op is StoreOp.WAIT and len(fields) == 1 and fields[0] not in self._values:
             if not self._wakes.get(fields[0]):
@@ -136,15 +141,18 @@ class Table:
         return (b"%d" % len(self._values.keys() | self._queues.keys()),)
 
     def _list_keys(self, fields: Fields) -> Fields:
-        return [key for key in self._values.keys() | self._queues.keys() if not key.startswith(HIDDEN)]
+        return [
+            key for key in self._values.keys() | self._queues.keys() if not key.startswith(HIDDEN)
+        ]
 
     def _append(self, fields: Fields) -> Fields:
         key, value = fields
         current = self._values.get(key, b"")
         if len(current) + len(value) > self._max_value:
             raise DistStoreError(
-                f"appending {len(value)} bytes to key {key.decode('utf-8', 'replace')!r}, which has {len(current)}, "
-                f"would exceed the limit of {self._max_value} (UNICOLL_STORE_MAX_VALUE)"
+                f"appending {len(value)} bytes to key {key.decode('utf-8', 'replace')!r}, which has"
+                f" {len(current)}, would exceed the limit of {self._max_value}"
+                " (UNICOLL_STORE_MAX_VALUE)"
             )
         if not isinstance(current, bytearray):
             current = self._values[key] = bytearray(current)

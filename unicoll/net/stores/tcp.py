@@ -24,7 +24,14 @@ from unicoll.net.stores.listener import (
     connect_addresses,
     release_server,
 )
-from unicoll.net.stores.protocol import REPLY, MalformedError, Status, StoreOp, unpack_fields, validate_reply
+from unicoll.net.stores.protocol import (
+    REPLY,
+    MalformedError,
+    Status,
+    StoreOp,
+    unpack_fields,
+    validate_reply,
+)
 from unicoll.net.stores.table import HIDDEN
 from unicoll.net.stores.tcp_server import StoreServer
 from unicoll.net.wire.channel import Connection
@@ -41,26 +48,31 @@ _READ_SIZE = 64 * 1024
 
 
 class TCPStore(RequestStore):
-    """A client of a store server, and with ``is_master`` also that server (torch.distributed.TCPStore).
+    """A client of a store server, and with ``is_master`` also that server
+    (torch.distributed.TCPStore).
 
-    The server runs in one thread of the master's process and supports thousands of clients. Every connection proves
-    the job's secret first. An exception of a signal's handler in a request ends its connection, and the next request
-    has another one. The master listens on loopback only if ``host_name`` is a loopback address, else on all interfaces,
-    with a warning if there is no secret.
+    The server runs in one thread of the master's process and supports thousands of clients. Every
+    connection proves the job's secret first. An exception of a signal's handler in a request ends
+    its connection, and the next request has another one. The master listens on loopback only if
+    ``host_name`` is a loopback address, else on all interfaces, with a warning if there is no
+    secret.
 
     Args:
         host_name: name or address, of either family, at which clients reach the master.
         port: the master's port; the master may pass 0 for a free port, see :attr:`port`.
         world_size: number of processes that join, including the master; None if that is not fixed.
         is_master: True if this process serves the store.
-        timeout: how long to wait for the server, the other processes and missing keys (timedelta or seconds).
+        timeout: how long to wait for the server, the other processes and missing keys (timedelta or
+            seconds).
         wait_for_workers: return only once ``world_size`` processes have joined.
         multi_tenant: masters of one process share the server of one port, and so its keys.
         master_listen_fd: a bound TCP socket for the master to use instead of creating one.
         use_libuv: accepted for compatibility, without effect.
-        secret: the job's secret; None reads it from the environment (:func:`unicoll.net.wire.secret.find_secret`).
+        secret: the job's secret; None reads it from the environment
+            (:func:`unicoll.net.wire.secret.find_secret`).
         bind: addresses for the master to listen on, comma-separated, instead of the rule above.
-        retry: False: a server that cannot be reached is an error at once, and not awaited until the timeout.
+        retry: False: a server that cannot be reached is an error at once, and not awaited until the
+            timeout.
 
     Raises:
         AuthenticationError: the server has another secret, or is another program.
@@ -127,7 +139,8 @@ class TCPStore(RequestStore):
 
     @property
     def private(self) -> bool:
-        """True if only processes of this host that hold the secret or, without one, are of this user can use it."""
+        """True if only processes of this host that hold the secret or, without one, are of this
+        user can use it."""
         return bool(self._pool.private)
 
     @property
@@ -139,19 +152,24 @@ class TCPStore(RequestStore):
         """Closes the connections; the last master of a server also closes the server.
 
         Args:
-            linger: the server continues until its last client has disconnected, or this process exits. A new master
-                of the same host and port in this process takes it over, with its keys.
+            linger: the server continues until its last client has disconnected, or this process
+                exits. A new master of the same host and port in this process takes it over, with
+                its keys.
         """
         pending = self._finalizer.peek()
         if pending is not None:
             pool, server, pid, _ = pending[2]
-            pool.close()  # before detach(): an interrupted close is repeated
+            # Before detach(): an interrupted close is repeated.
+            pool.close()
             if self._finalizer.detach() is not None:
                 _close_handle(pool, server, pid, linger)
 
     def clone(self) -> TCPStore:
-        """Another client of the same server, with its own connections and timeout. It does not own the server."""
-        pool = ConnectionPool(self._pool.hosts, self._pool.port, self._pool.secret, self._pool.address)
+        """Another client of the same server, with its own connections and timeout. It does not own
+        the server."""
+        pool = ConnectionPool(
+            self._pool.hosts, self._pool.port, self._pool.secret, self._pool.address
+        )
         if self._pool.closed:
             raise self._closed_error("clone")
         clone = TCPStore.__new__(TCPStore)
@@ -162,16 +180,21 @@ class TCPStore(RequestStore):
     def _join(self, world_size: int, deadline: float) -> None:
         self._execute(StoreOp.ADD, (_JOINED, b"1"), 0.0, "TCPStore")
         try:
-            self._execute(StoreOp.AT_LEAST, (_JOINED, b"%d" % world_size), seconds_left(deadline), "TCPStore")
+            self._execute(
+                StoreOp.AT_LEAST, (_JOINED, b"%d" % world_size), seconds_left(deadline), "TCPStore"
+            )
         except StoreTimeoutError:
             joined = int(self._execute(StoreOp.ADD, (_JOINED, b"0"), 0.0, "TCPStore")[0])
             raise StoreTimeoutError(
-                f"{joined} of {world_size} processes have joined the store at {self._pool.address} within "
-                f"{self._timeout:g} s. Have the others failed or not been started? Do they use this address?",
+                f"{joined} of {world_size} processes have joined the store at {self._pool.address}"
+                f" within {self._timeout:g} s. Have the others failed or not been started? Do they"
+                " use this address?",
                 op="TCPStore",
             ) from None
 
-    def _execute(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
+    def _execute(
+        self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str
+    ) -> Sequence[bytes]:
         pool = self._pool
         if pool.closed:
             raise self._closed_error(name)
@@ -191,7 +214,8 @@ class TCPStore(RequestStore):
         except MalformedError as error:
             pool.discard(user)
             raise DistNetworkError(
-                f"{name}: the store server at {pool.address} sent an invalid reply: {error}", op=name
+                f"{name}: the store server at {pool.address} sent an invalid reply: {error}",
+                op=name,
             ) from error
         except TamperedError as error:
             pool.discard(user)
@@ -206,12 +230,14 @@ class TCPStore(RequestStore):
                 raise self._closed_error(name) from error
             if isinstance(error, TimeoutError):
                 raise DistNetworkError(
-                    f"{name}: the store server at {pool.address} has not answered for {reply_timeout:.3g} s: its "
-                    "process is stopped or overloaded, or the network is down",
+                    f"{name}: the store server at {pool.address} has not answered for"
+                    f" {reply_timeout:.3g} s: its process is stopped or overloaded, or the network"
+                    " is down",
                     op=name,
                 ) from error
             raise self._lost_error(name, error) from error
-        except BaseException:  # the reply may come later; the next request has another connection
+        except BaseException:
+            # The reply may come later; the next request has another connection.
             pool.discard(user)
             raise
         if status == Status.OK:
@@ -223,8 +249,8 @@ class TCPStore(RequestStore):
     def _lost_error(self, name: str, error: Exception) -> DistNetworkError:
         kind = type(error) if isinstance(error, DistNetworkError) else DistNetworkError
         return kind(
-            f"{name}: lost the store server at {self._pool.address}: {error}. The process that hosts it (rank 0 or "
-            "the launcher) has died or has closed the store",
+            f"{name}: lost the store server at {self._pool.address}: {error}. The process that"
+            " hosts it (rank 0 or the launcher) has died or has closed the store",
             op=name,
         )
 
@@ -252,7 +278,9 @@ def _check_port(port: int, allow_zero: bool) -> None:
     if isinstance(port, bool) or not isinstance(port, int):
         raise DistTypeError(f"TCPStore: port is an int, not {type(port).__name__}")
     if not (0 if allow_zero else 1) <= port <= 65535:
-        raise DistArgumentError(f"TCPStore: port must be from {0 if allow_zero else 1} to 65535, not {port}")
+        raise DistArgumentError(
+            f"TCPStore: port must be from {0 if allow_zero else 1} to 65535, not {port}"
+        )
 
 
 def _receive(sock: Connection) -> tuple[int, list[bytes]]:

@@ -1,4 +1,5 @@
-"""The server of a TCPStore, with one thread. A waiting request is an entry in a table and uses no thread."""
+"""The server of a TCPStore, with one thread. A waiting request is an entry in a table and uses no
+thread."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ class StoreServer(Server):
 
     Args:
         listeners: bound and listening, all on one port; owned by the server from now on.
-        secret: the secret that clients must prove. Without one, if all listeners are on loopback, clients must run as
-            this process's user.
+        secret: the secret that clients must prove. Without one, if all listeners are on loopback,
+            clients must run as this process's user.
         multi_tenant: True if it may have several owners.
     """
 
@@ -80,7 +81,7 @@ class StoreServer(Server):
         super().__init__(listeners, secret.key, PURPOSE, f"unicoll-store-{self.port}")
         self.start()
 
-    # --- called from any thread ---------------------------------------------------------------------------------
+    # --- called from any thread -------------------------------------------------------------------
 
     @property
     def ended(self) -> bool:
@@ -88,7 +89,8 @@ class StoreServer(Server):
         return not self._thread.is_alive()
 
     def attach(self, multi_tenant: bool) -> bool:
-        """Adds an owner: to a server that lingers, or if both are multi-tenant; False if that is not possible.
+        """Adds an owner: to a server that lingers, or if both are multi-tenant; False if that is
+        not possible.
 
         A server that is stopping has closed its sockets when this returns.
         """
@@ -102,7 +104,8 @@ class StoreServer(Server):
         return False
 
     def release(self, linger: bool) -> None:
-        """Ends one ownership. After the last one the server stops: now, or once its last client has disconnected."""
+        """Ends one ownership. After the last one the server stops: now, or once its last client has
+        disconnected."""
         with self._lock:
             self._owners -= 1
             if self._owners:
@@ -121,7 +124,7 @@ class StoreServer(Server):
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
 
-    # --- the server's thread ------------------------------------------------------------------------------------
+    # --- the server's thread ----------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -191,7 +194,8 @@ class StoreServer(Server):
     def _add_waiter(
         self, client: Client, op: StoreOp, fields: Sequence[bytes], missing: WaitRequired
     ) -> None:
-        """Registers the request under its first missing key; when that is set, under the next one."""
+        """Registers the request under its first missing key; when that is set, under the next
+        one."""
         client.state.request = (op, fields)
         client.state.awaited_key = missing.keys[0]
         self._waiters.setdefault(client.state.awaited_key, {})[client] = None
@@ -222,7 +226,9 @@ class StoreServer(Server):
         if len(self._timers) > 1024 + 4 * len(self._clients):
             self._timers = [timer for timer in self._timers if self._is_waiting(timer[2], timer[3])]
             heapq.heapify(self._timers)
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._timer_ids), client, serial))
+        heapq.heappush(
+            self._timers, (time.monotonic() + seconds, next(self._timer_ids), client, serial)
+        )
 
     def _is_waiting(self, client: Client, serial: int) -> bool:
         return client.state.request is not None and client.state.serial == serial

@@ -1,7 +1,8 @@
 """Limits on the clients of a server whose handshake is not done.
 
-Such clients are limited in number, in time (:data:`HANDSHAKE_SECONDS`), in accepts per second and in descriptors, so
-that connections that never authenticate cost little and cannot keep members of the job out.
+Such clients are limited in number, in time (:data:`HANDSHAKE_SECONDS`), in accepts per second and
+in descriptors, so that connections that never authenticate cost little and cannot keep members of
+the job out.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Generic, TypeVar
 from unicoll.net.wire.handshake import HANDSHAKE_SECONDS
 
 MAX_UNAUTHENTICATED = 1024
-"""Connections without a finished handshake that a server keeps; fewer if the limit of open files is low."""
+"""Connections without a finished handshake that a server keeps; fewer if the limit of open files is
+low."""
 SILENT_SECONDS, SLOW_SECONDS = 0.25, 0.5
-"""Age at which a client that has sent nothing, or not enough, may be evicted for a new one. A byte per connection is
-cheap: with the second one, too, :data:`MAX_UNAUTHENTICATED` places are enough for all accepts that the rate allows."""
+"""Age at which a client that has sent nothing, or not enough, may be evicted for a new one. A byte
+per connection is cheap: with the second one, too, :data:`MAX_UNAUTHENTICATED` places are enough for
+all accepts that the rate allows."""
 ACCEPTS_PER_SECOND = 2000
-"""Accepts per second beyond the first :data:`MAX_UNAUTHENTICATED`; accepts that authenticate do not count."""
+"""Accepts per second beyond the first :data:`MAX_UNAUTHENTICATED`; accepts that authenticate do not
+count."""
 
 T = TypeVar("T")
 
@@ -29,9 +33,12 @@ class Admission(Generic[T]):
     """The unauthenticated clients of one server, in the order of their arrival."""
 
     def __init__(self) -> None:
-        self._silent: dict[T, float] = {}  # clients that have sent nothing, with the time of their accept
-        self._handshaking: dict[T, float] = {}  # the other ones
-        self._allowance = float(MAX_UNAUTHENTICATED)  # accepts that are allowed now
+        # Clients that have sent nothing, with the time of their accept.
+        self._silent: dict[T, float] = {}
+        # The other ones.
+        self._handshaking: dict[T, float] = {}
+        # Accepts that are allowed now.
+        self._allowance = float(MAX_UNAUTHENTICATED)
         self._allowance_time = time.monotonic()
 
     def may_accept(self) -> bool:
@@ -71,7 +78,8 @@ class Admission(Generic[T]):
         self._handshaking.pop(client, None)
 
     def evictable(self, any_age: bool = False) -> T | None:
-        """The client to disconnect in favour of a new one: the oldest that is old enough, or of any age."""
+        """The client to disconnect in favour of a new one: the oldest that is old enough, or of any
+        age."""
         now = time.monotonic()
         for clients, seconds in ((self._silent, SILENT_SECONDS), (self._handshaking, SLOW_SECONDS)):
             for client, accepted in clients.items():
@@ -92,7 +100,9 @@ class Admission(Generic[T]):
 
     def next_expiry(self) -> float | None:
         """When the next client expires (``time.monotonic()``); None without clients."""
-        oldest = [next(iter(clients.values())) for clients in (self._silent, self._handshaking) if clients]
+        oldest = [
+            next(iter(clients.values())) for clients in (self._silent, self._handshaking) if clients
+        ]
         return min(oldest) + HANDSHAKE_SECONDS if oldest else None
 
 
@@ -103,7 +113,8 @@ def max_unauthenticated() -> int:
 
 
 def uses_last_descriptors(sock: socket.socket) -> bool:
-    """True if few descriptors are left besides this one; the kernel assigns the lowest free number."""
+    """True if few descriptors are left besides this one; the kernel assigns the lowest free
+    number."""
     limit = _descriptor_limit()
     return limit is not None and sock.fileno() >= limit - min(64, limit // 8)
 

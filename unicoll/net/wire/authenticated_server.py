@@ -1,10 +1,11 @@
 """An authenticated server with one thread.
 
-The store, the control plane's relay and the CPU backend's listener are such servers. Nothing that a client sends is
-interpreted before it has proved that it holds the job's secret. Until then it is limited:
+The store, the control plane's relay and the CPU backend's listener are such servers. Nothing that a
+client sends is interpreted before it has proved that it holds the job's secret. Until then it is
+limited:
 
-* in number, time and accepts per second (:mod:`unicoll.net.wire.admission`); at the limit, an old unauthenticated
-  client is evicted for a new one, or new connections wait in the kernel's queue;
+* in number, time and accepts per second (:mod:`unicoll.net.wire.admission`); at the limit, an old
+  unauthenticated client is evicted for a new one, or new connections wait in the kernel's queue;
 * in bytes: nothing beyond a handshake is kept, except what arrives with its last bytes;
 * in the number of chunks in which these bytes arrive, since each one wakes the thread;
 * in descriptors: the last ones of the process are never used for unauthenticated clients;
@@ -54,7 +55,8 @@ _refusals: dict[str, tuple[float, str]] = {}
 
 
 def describe_refusals() -> str:
-    """The clients that servers of this process have refused, for the error of a process that waits for them.
+    """The clients that servers of this process have refused, for the error of a process that waits
+    for them.
 
     The text begins with a semicolon; it is "" without refusals.
     """
@@ -136,15 +138,16 @@ def _listen_on(host: str, port: int, reuse: bool, dual_stack: bool, backlog: int
 
 
 class Server(ABC):
-    """Listens, authenticates clients and passes their bytes to :meth:`received`, all on one daemon thread.
+    """Listens, authenticates clients and passes their bytes to :meth:`received`, all on one daemon
+    thread.
 
     Args:
         listeners: bound and listening; owned by the server from now on.
         purpose: label of the handshake.
 
     Attributes:
-        private: True if it listens on loopback only, and clients without a key to prove must be of this user. With an
-            :class:`OwnUserKey` clients must be of this user, too.
+        private: True if it listens on loopback only, and clients without a key to prove must be of
+            this user. With an :class:`OwnUserKey` clients must be of this user, too.
     """
 
     private = False
@@ -153,7 +156,9 @@ class Server(ABC):
     minimum_protection = "mac"
     """Of connections, for any UNICOLL_CHANNEL."""
 
-    def __init__(self, listeners: Sequence[socket.socket], key: bytes, purpose: bytes, name: str) -> None:
+    def __init__(
+        self, listeners: Sequence[socket.socket], key: bytes, purpose: bytes, name: str
+    ) -> None:
         self._key = key
         self._purpose = purpose
         self._listeners = [guard(sock) for sock in listeners]
@@ -164,7 +169,8 @@ class Server(ABC):
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = (guard(s) for s in socket.socketpair())
         self._wake_out.setblocking(False)
-        self._waking = threading.RLock()  # a finalizer may wake the thread, too
+        # A finalizer may wake the thread, too.
+        self._waking = threading.RLock()
         for sock in (*self._listeners, self._wake_in):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
@@ -176,17 +182,19 @@ class Server(ABC):
 
     def wake(self) -> None:
         """Wake the thread, which then checks :meth:`should_stop` (any thread)."""
-        with self._waking, suppress(OSError):  # full: the thread is awake; closed: it has ended
+        # Full: the thread is awake; closed: it has ended.
+        with self._waking, suppress(OSError):
             self._wake_out.send(b"x")
 
-    # --- for subclasses (called on the server's thread) -------------------------------------------------------------
+    # --- for subclasses (called on the server's thread) -------------------------------------------
 
     @abstractmethod
     def received(self, client: Client) -> None:
         """An authenticated client's inbox has new bytes; an exception closes the connection."""
 
     def handshake_address(self, listener: socket.socket) -> str:
-        """The address of a listener that a store gives to clients; it is part of the handshake's proofs."""
+        """The address of a listener that a store gives to clients; it is part of the handshake's
+        proofs."""
         return ""
 
     def authenticated(self, client: Client) -> None:  # noqa: B027 - optional
@@ -206,7 +214,7 @@ class Server(ABC):
     def tick(self) -> None:  # noqa: B027 - optional
         """Called after each wait, once its events are handled."""
 
-    # --- the thread -------------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -219,7 +227,8 @@ class Server(ABC):
                         self._wake_in.recv(4096)
                     else:
                         ready_listeners.append(key.fileobj)
-                for listener in ready_listeners:  # after the clients, some of which may have authenticated
+                # After the clients, some of which may have authenticated.
+                for listener in ready_listeners:
                     self._accept(listener)  # type: ignore[arg-type]
                 self._expire()
                 self.tick()
@@ -228,7 +237,8 @@ class Server(ABC):
         finally:
             for sock in (*(c.sock for c in self._clients), *self._listeners, self._wake_in):
                 sock.close()
-            with self._waking:  # its descriptor's number may be a new socket's at once
+            # Its descriptor's number may be a new socket's at once.
+            with self._waking:
                 self._wake_out.close()
             self._selector.close()
 
@@ -249,7 +259,7 @@ class Server(ABC):
             for listener in self._listeners:
                 self._selector.register(listener, selectors.EVENT_READ)
 
-    # --- accepting --------------------------------------------------------------------------------------------------
+    # --- accepting --------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_PER_WAKEUP):
@@ -281,7 +291,8 @@ class Server(ABC):
             self._add_client(sock, peer[:2], self.handshake_address(listener))
 
     def _has_place(self) -> bool:
-        """True if another unauthenticated client fits: after an eviction, or under a higher limit of open files."""
+        """True if another unauthenticated client fits: after an eviction, or under a higher limit
+        of open files."""
         if not self._admission.full or self._evict():
             return True
         return interfaces.raise_descriptor_limit() and not self._admission.full
@@ -299,10 +310,14 @@ class Server(ABC):
         with sock, suppress(OSError):
             sock.setblocking(False)
             sock.send(self._handshake(sock, address).refuse_for_descriptors(limit))
-        self._refuse_clients(f"of its limit of {limit} open files (ulimit -n) only the last are left")
+        self._refuse_clients(
+            f"of its limit of {limit} open files (ulimit -n) only the last are left"
+        )
 
     def _refuse_clients(self, reason: str) -> None:
-        log.log(self._log_level(reason), "%s cannot accept more clients: %s", self._thread.name, reason)
+        log.log(
+            self._log_level(reason), "%s cannot accept more clients: %s", self._thread.name, reason
+        )
         self._pause()
 
     def _log_level(self, subject: str) -> int:
@@ -313,7 +328,8 @@ class Server(ABC):
         return logging.WARNING
 
     def _pause(self) -> None:
-        """Stop accepting for a short time: the listeners stay readable, and the thread would spin."""
+        """Stop accepting for a short time: the listeners stay readable, and the thread would
+        spin."""
         self._paused_until = time.monotonic() + _PAUSE
         for listener in self._listeners:
             self._selector.unregister(listener)
@@ -326,7 +342,8 @@ class Server(ABC):
             client = Client(sock, handshake, peer=peer)
             self._selector.register(sock, selectors.EVENT_READ, client)
         except OSError:
-            sock.close()  # the client has disconnected
+            # The client has disconnected.
+            sock.close()
             return
         self._clients.add(client)
         self._admission.add(client)
@@ -340,7 +357,7 @@ class Server(ABC):
             self._key, self._purpose, same_user, self.rank, address, self.private, protection
         )
 
-    # --- clients ----------------------------------------------------------------------------------------------------
+    # --- clients ----------------------------------------------------------------------------------
 
     def _handle_events(self, client: Client, events: int) -> None:
         if client not in self._clients:
@@ -352,17 +369,21 @@ class Server(ABC):
                 if client.handshake is not None:
                     client.handshake_chunks += 1
                     if client.handshake_chunks > _MAX_HANDSHAKE_CHUNKS:
-                        raise AuthenticationError(f"a handshake in more than {_MAX_HANDSHAKE_CHUNKS} chunks")
+                        raise AuthenticationError(
+                            f"a handshake in more than {_MAX_HANDSHAKE_CHUNKS} chunks"
+                        )
                 self._read(client)
         except OSError as error:
             client.error = error if isinstance(error, TamperedError) else None
             self._drop(client)
         except Exception as error:
-            # Input of a client may close its own connection, never the thread that serves the others.
+            # Input of a client may close its own connection, never the thread that serves the
+            # others.
             host, peer = client.peer[0], interfaces.join_hostport(*client.peer)
             kind = type(error).__name__
             client.error = error
-            level = self._log_level(f"{host} {kind}")  # one warning per host: it may be a port scanner
+            # One warning per host: it may be a port scanner.
+            level = self._log_level(f"{host} {kind}")
             detail = error if isinstance(error, AuthenticationError) else f"{kind}: {error}"
             log.log(level, "%s closed a connection from %s: %s", self._thread.name, peer, detail)
             if isinstance(error, AuthenticationError) and (
@@ -373,7 +394,9 @@ class Server(ABC):
 
     def _read(self, client: Client) -> None:
         try:
-            data = client.sock.recv(_HANDSHAKE_READ_SIZE if client.handshake is not None else _READ_SIZE)
+            data = client.sock.recv(
+                _HANDSHAKE_READ_SIZE if client.handshake is not None else _READ_SIZE
+            )
         except BlockingIOError:
             return
         if not data:
@@ -396,7 +419,9 @@ class Server(ABC):
             self._admission.authenticated(client)
             client.handshake = None
             client.rank = handshake.peer
-            client.records = channel.records_for(handshake.protection, handshake.channel_key, server=True)
+            client.records = channel.records_for(
+                handshake.protection, handshake.channel_key, server=True
+            )
             self.authenticated(client)
             self._decode(client, handshake.leftover)
 
@@ -456,7 +481,8 @@ class Server(ABC):
 
 
 def _is_same_user(sock: socket.socket) -> bool:
-    """True if a client is a process of this user. OSError if it has ended: then its user is not known any more."""
+    """True if a client is a process of this user. OSError if it has ended: then its user is not
+    known any more."""
     same = peer_credentials.is_same_user(sock)
     if not same:
         sock.getpeername()

@@ -1,10 +1,11 @@
 """Protection of a connection's bytes after its handshake: a MAC, TLS, or none.
 
-``UNICOLL_CHANNEL`` sets the protection of connections between hosts: ``plain``, ``mac`` or ``tls``. Connections of the
-store and the control plane always have at least a MAC. Connections within a host get no more than that, since only
-root can read or change them; ``UNICOLL_TRANSPORT=tcp``, which treats the ranks of one host like ranks of different
-hosts, also applies here. Both sides state what they want in the handshake (:mod:`unicoll.net.wire.handshake`), which
-verifies that they are on one host, or else want the same protection, and derives the keys.
+``UNICOLL_CHANNEL`` sets the protection of connections between hosts: ``plain``, ``mac`` or ``tls``.
+Connections of the store and the control plane always have at least a MAC. Connections within a host
+get no more than that, since only root can read or change them; ``UNICOLL_TRANSPORT=tcp``, which
+treats the ranks of one host like ranks of different hosts, also applies here. Both sides state what
+they want in the handshake (:mod:`unicoll.net.wire.handshake`), which verifies that they are on one
+host, or else want the same protection, and derives the keys.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def keep_alive(sock: Connection, host_timeout: float | None = None) -> None:
     """Send small messages without delay, and detect that the other host is down.
 
     Args:
-        host_timeout: seconds until then, also while sent data is unacknowledged (TCP_USER_TIMEOUT); None is about a
-            minute, for a connection without such data.
+        host_timeout: seconds until then, also while sent data is unacknowledged (TCP_USER_TIMEOUT);
+            None is about a minute, for a connection without such data.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -59,12 +60,14 @@ def wanted_protection(sock: socket.socket, minimum: str = "plain") -> Protection
 
 
 def within_a_host(sock: Connection) -> bool:
-    """True if both ends of a connection have the same address, and so are on one host, unless an attacker forwards."""
+    """True if both ends of a connection have the same address, and so are on one host, unless an
+    attacker forwards."""
     return bool(sock.getsockname()[0] == sock.getpeername()[0])
 
 
 def records_for(protection: str, key: Key, server: bool) -> Records | None:
-    """The records of a connection with this protection, or None for ``"plain"``; ``key`` is for this connection."""
+    """The records of a connection with this protection, or None for ``"plain"``; ``key`` is for
+    this connection."""
     if protection == "plain":
         return None
     if protection == "mac":
@@ -78,22 +81,27 @@ def records_for(protection: str, key: Key, server: bool) -> Records | None:
 class Channel:
     """A connection whose data are sent in records, with the socket methods that its users need.
 
-    ``send`` behaves like OpenSSL's SSL_write: it may raise BlockingIOError or TimeoutError after a part of a record
-    was sent. The next ``send`` must then pass the same data, possibly followed by more.
+    ``send`` behaves like OpenSSL's SSL_write: it may raise BlockingIOError or TimeoutError after a
+    part of a record was sent. The next ``send`` must then pass the same data, possibly followed by
+    more.
 
-    After any other exception in the middle of a ``send``, ``sendall`` or receive (of a signal's handler, or of
-    ``part_moved``) each further one in that direction raises InterruptedStreamError.
+    After any other exception in the middle of a ``send``, ``sendall`` or receive (of a signal's
+    handler, or of ``part_moved``) each further one in that direction raises InterruptedStreamError.
 
     Attributes:
-        part_moved: called in ``send`` and ``recv_into`` while a record moves in parts; raises to stop.
+        part_moved: called in ``send`` and ``recv_into`` while a record moves in parts; raises to
+            stop.
     """
 
     def __init__(self, sock: socket.socket, records: Records) -> None:
         self._sock = sock
         self._records = records
-        self._unsent = memoryview(b"")  # rest of a record that was sent in part
-        self._unsent_size = 0  # bytes of data in that record
-        self._data = memoryview(b"")  # decoded and not yet returned
+        # Rest of a record that was sent in part.
+        self._unsent = memoryview(b"")
+        # Bytes of data in that record.
+        self._unsent_size = 0
+        # Decoded and not yet returned.
+        self._data = memoryview(b"")
         self._buffer = memoryview(b"")
         # True before the records and the socket are used, until the state here is right again
         self._send_in_doubt = self._receive_in_doubt = False
@@ -144,7 +152,8 @@ class Channel:
         return self.send(buffers[0], flags)
 
     def sendall(self, data: Any) -> None:
-        """Send all of ``data``; the socket's timeout applies to each record. After an error nothing can be sent."""
+        """Send all of ``data``; the socket's timeout applies to each record. After an error nothing
+        can be sent."""
         if self._send_in_doubt:
             raise InterruptedStreamError("send")
         view = memoryview(data)
@@ -163,9 +172,12 @@ class Channel:
         return data
 
     def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
-        """Receive into a buffer of bytes; returns the number of bytes, 0 at the end of the connection."""
+        """Receive into a buffer of bytes; returns the number of bytes, 0 at the end of the
+        connection."""
         if not len(buffer) or (not self._data and not self._receive(flags)):
-            return 0  # at once into an empty buffer, as a socket does: no record is sent for an empty message
+            # At once into an empty buffer, as a socket does: no record is sent for an empty
+            # message.
+            return 0
         count = min(size or len(buffer), len(buffer), len(self._data))
         buffer[:count] = self._data[:count]
         self._data = self._data[count:]
@@ -224,7 +236,8 @@ def authenticate(
     The server's side is in :mod:`unicoll.net.wire.authenticated_server`.
 
     Args:
-        sock, key, purpose, deadline, rank, server, address: as for :func:`unicoll.net.wire.handshake.client_handshake`.
+        sock, key, purpose, deadline, rank, server, address: as for
+            :func:`unicoll.net.wire.handshake.client_handshake`.
         minimum: protection that this kind of connection always has.
 
     Returns:
@@ -232,8 +245,8 @@ def authenticate(
         (see :class:`unicoll.net.wire.handshake.HandshakeResult`).
 
     Raises:
-        AuthenticationError: as :func:`unicoll.net.wire.handshake.client_handshake`; or the peer of the protected
-            connection is not the peer of the handshake.
+        AuthenticationError: as :func:`unicoll.net.wire.handshake.client_handshake`; or the peer of
+            the protected connection is not the peer of the handshake.
         DistNetworkError: the connection broke, or the deadline passed.
     """
     wanted = wanted_protection(sock, minimum)
@@ -243,7 +256,9 @@ def authenticate(
     if isinstance(key, OwnUserKey) and not peer_credentials.is_same_user(sock):
         where = interfaces.join_hostport(*sock.getpeername()[:2])
         who = "the server" if server is None else f"rank {server}"
-        raise AuthenticationError(f"{who} at {where} belongs to another user, and this job has no secret")
+        raise AuthenticationError(
+            f"{who} at {where} belongs to another user, and this job has no secret"
+        )
     protection = result.protection
     records = records_for(protection, result.channel_key, server=False)
     if records is None:
@@ -253,7 +268,9 @@ def authenticate(
     try:
         protected.start(deadline)
     except TamperedError as error:
-        raise AuthenticationError(f"the {protection} connection failed to start: {error.strerror}") from error
+        raise AuthenticationError(
+            f"the {protection} connection failed to start: {error.strerror}"
+        ) from error
     except OSError as error:
         raise DistNetworkError(f"the {protection} connection failed to start: {error}") from error
     finally:

@@ -68,8 +68,8 @@ class FrameServer(Server):
     Args:
         hosts: addresses to listen on, each on a free port.
         purpose: label of the handshake.
-        listener: a listening socket, bound to the one address of ``hosts``, which the server then owns; None: the
-            server creates one per address.
+        listener: a listening socket, bound to the one address of ``hosts``, which the server then
+            owns; None: the server creates one per address.
 
     Attributes:
         addresses: host and port of each listener.
@@ -88,7 +88,9 @@ class FrameServer(Server):
         listener: socket.socket | None = None,
     ) -> None:
         listeners = [listen(host) for host in hosts] if listener is None else [listener]
-        self.addresses = [(h, int(s.getsockname()[1])) for h, s in zip(hosts, listeners, strict=True)]
+        self.addresses = [
+            (h, int(s.getsockname()[1])) for h, s in zip(hosts, listeners, strict=True)
+        ]
         self.rank = rank
         self._closing = False
         self._stop_time: float | None = None
@@ -105,7 +107,8 @@ class FrameServer(Server):
         """A message from an authenticated client; an exception closes the connection."""
 
     def send(self, client: Client, message: Message) -> None:
-        """Send a message to a client; what the socket does not take now is queued (server thread only)."""
+        """Send a message to a client; what the socket does not take now is queued (server thread
+        only)."""
         self._send(client, frame(message))
 
     def detach(self, client: Client) -> Connection:
@@ -114,7 +117,7 @@ class FrameServer(Server):
         client.sock.setblocking(True)
         return client.sock if client.records is None else Channel(client.sock, client.records)
 
-    # --- the thread ---------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def handshake_address(self, listener: socket.socket) -> str:
         return handshake_address(*self.addresses[self._listeners.index(listener)])

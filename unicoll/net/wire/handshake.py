@@ -7,18 +7,19 @@ No other bytes are interpreted before both proofs are verified. All frames have 
     server, then:   VERDICT (1), and after ACCEPTED its own PROOF, with "server" for "client"
     (a server without descriptors for a client sends its HELLO, a VERDICT, its limit of open files (4), and closes)
 
-The nonces are fresh, so a recorded exchange cannot be replayed. Direction, purpose, flags, ranks and hosts are under
-the MAC, so a proof is not valid for another connection. So is the address that the server has published and the client
-has connected to, if there is one: an attacker who changes addresses in a store cannot forward the handshake to the
-intended rank. The verdict gives the client an error with a reason instead of a closed connection. With an empty key the
-exchange is the same and proves nothing.
+The nonces are fresh, so a recorded exchange cannot be replayed. Direction, purpose, flags, ranks
+and hosts are under the MAC, so a proof is not valid for another connection. So is the address that
+the server has published and the client has connected to, if there is one: an attacker who changes
+addresses in a store cannot forward the handshake to the intended rank. The verdict gives the client
+an error with a reason instead of a closed connection. With an empty key the exchange is the same
+and proves nothing.
 
 The magic ends like an HTTP request, so servers of other protocols answer or close at once.
 
 The hellos also state the protection that a side wants for the connection after the handshake
-(:mod:`unicoll.net.wire.channel`), and its host (:func:`unicoll.process.host_identity.host_id` of its nonce): an
-attacker who makes the addresses of two hosts equal does not make them one host. The key is derived from what the proofs
-cover:
+(:mod:`unicoll.net.wire.channel`), and its host (:func:`unicoll.process.host_identity.host_id` of
+its nonce): an attacker who makes the addresses of two hosts equal does not make them one host. The
+key is derived from what the proofs cover:
 
     channel key = HMAC-SHA256(key, "channel" | server's HELLO | client's HELLO | address)
 """
@@ -66,25 +67,27 @@ SILENCE_SECONDS = 30.0
 
 
 class NoAnswerError(AuthenticationError):
-    """The peer closed the connection before its hello: it serves another protocol, or was shutting down."""
+    """The peer closed the connection before its hello: it serves another protocol, or was shutting
+    down."""
 
 
 class ServerHandshake:
-    """The server's side of the handshake, without a socket, so that one thread can serve any number of clients.
+    """The server's side of the handshake, without a socket, so that one thread can serve any number
+    of clients.
 
-    The caller sends the result of :meth:`outgoing` (before anything is received, after every :meth:`feed`, and after
-    an error, when it holds the verdict), feeds received bytes until ``done``, and closes connections that exceed its
-    time limit (:data:`HANDSHAKE_SECONDS`).
+    The caller sends the result of :meth:`outgoing` (before anything is received, after every
+    :meth:`feed`, and after an error, when it holds the verdict), feeds received bytes until
+    ``done``, and closes connections that exceed its time limit (:data:`HANDSHAKE_SECONDS`).
 
     Args:
         key: the secret, ``b""`` for a job without one.
         purpose: what the connection is for.
-        same_user: returns True if the client runs as this process's user; where given, other clients are refused with
-            a verdict that gives this reason.
+        same_user: returns True if the client runs as this process's user; where given, other
+            clients are refused with a verdict that gives this reason.
         rank: this process's rank, if the connection is between ranks.
         address: the address of this server that a store gives to clients; ``""`` if no store does.
-        private: True to declare that the server accepts only clients of this host that are of this user or hold the
-            secret.
+        private: True to declare that the server accepts only clients of this host that are of this
+            user or hold the secret.
         protection: that this side wants for the connection after the handshake.
 
     Attributes:
@@ -127,8 +130,8 @@ class ServerHandshake:
         """Takes received bytes.
 
         Raises:
-            AuthenticationError: the client does not speak this protocol or does not hold the key. Send
-                :meth:`outgoing`, then close the connection.
+            AuthenticationError: the client does not speak this protocol or does not hold the key.
+                Send :meth:`outgoing`, then close the connection.
         """
         if self.done:
             self.leftover += data
@@ -151,7 +154,8 @@ class ServerHandshake:
             self._verify(hello, self._received[HELLO_SIZE : HELLO_SIZE + PROOF_SIZE])
 
     def refuse_for_descriptors(self, limit: int) -> bytes:
-        """The bytes to send to a client before its connection is closed: this process can open no more files."""
+        """The bytes to send to a client before its connection is closed: this process can open no
+        more files."""
         return self.outgoing() + bytes([NO_DESCRIPTORS]) + LIMIT.pack(min(limit, 2**32 - 1))
 
     def _refuse(self, verdict: int) -> NoReturn:
@@ -165,7 +169,9 @@ class ServerHandshake:
             self._refuse(WRONG_SECRET)
         if self._same_user is not None and not self._same_user():
             self._refuse(OTHER_USER)
-        self._out += bytes([ACCEPTED]) + make_proof(self._key, b"server", self._hello, hello, self._address)
+        self._out += bytes([ACCEPTED]) + make_proof(
+            self._key, b"server", self._hello, hello, self._address
+        )
         self.leftover = self._received[HELLO_SIZE + PROOF_SIZE :]
         self._received = b""
         theirs = parse_hello(hello)
@@ -179,8 +185,9 @@ class HandshakeResult(NamedTuple):
     """The result of a client's handshake.
 
     Attributes:
-        private: True if the server declares that it accepts only clients of its host that are of its user or hold the
-            secret. Without a key this is an unproved claim; it counts if the server is known to run as this user.
+        private: True if the server declares that it accepts only clients of its host that are of
+            its user or hold the secret. Without a key this is an unproved claim; it counts if the
+            server is known to run as this user.
         channel_key: key of this connection's protection.
         protection: of the connection.
     """
@@ -203,11 +210,13 @@ def client_handshake(
 ) -> HandshakeResult:
     """Prove to the server on ``sock`` that this side holds ``key``, and verify the server's proof.
 
-    The socket must be connected. Its timeout is restored at the end; closing it is left to the caller.
+    The socket must be connected. Its timeout is restored at the end; closing it is left to the
+    caller.
 
     Args:
         key: the secret, ``b""`` for a job without one.
-        purpose: what the connection is for, 1 to 16 bytes, equal on both sides (such as ``b"store"``).
+        purpose: what the connection is for, 1 to 16 bytes, equal on both sides (such as
+            ``b"store"``).
         deadline: ``time.monotonic()`` value after which to give up.
         rank: this process's rank, if the connection is between ranks.
         server: the rank that the server must have, if any.
@@ -215,9 +224,10 @@ def client_handshake(
         protection: that this side wants for the connection after the handshake.
 
     Raises:
-        AuthenticationError: the secrets differ, one side has none, the two sides use different protection of the
-            connection, or the server is not unicoll's (a silent server is reported at the deadline or after
-            :data:`SILENCE_SECONDS`; :class:`NoAnswerError` if it closed before its hello).
+        AuthenticationError: the secrets differ, one side has none, the two sides use different
+            protection of the connection, or the server is not unicoll's (a silent server is
+            reported at the deadline or after :data:`SILENCE_SECONDS`; :class:`NoAnswerError` if it
+            closed before its hello).
         DistNetworkError: the connection broke during the handshake.
     """
     peer = _peer_address(sock)
@@ -225,30 +235,35 @@ def client_handshake(
     try:
         mine = make_hello(key, purpose, protection, rank)
         _send(sock, mine, deadline, peer)
-        # Servers of some other protocols (torch's store) stay silent on bytes that they do not understand.
+        # Servers of some other protocols (torch's store) stay silent on bytes that they do not
+        # understand.
         theirs = _receive_hello(sock, min(deadline, time.monotonic() + SILENCE_SECONDS), peer)
         hello, client = parse_hello(theirs), parse_hello(mine)
         if (verdict := check_hellos(hello, client)) is not None:
-            raise AuthenticationError(f"handshake with {peer}: {_explain(verdict, purpose, hello.purpose)}")
+            raise AuthenticationError(
+                f"handshake with {peer}: {_explain(verdict, purpose, hello.purpose)}"
+            )
         _send(sock, make_proof(key, b"client", theirs, mine, address), deadline, peer)
         verdict = _receive(sock, 1, deadline, peer)[0]
         if verdict == NO_DESCRIPTORS:
             (limit,) = LIMIT.unpack(_receive(sock, LIMIT.size, deadline, peer))
             raise DistNetworkError(
-                f"its process can open no more files: the limit is {limit} (ulimit -n), and every group needs"
-                " connections to each member; raise the limit, or destroy groups"
+                f"its process can open no more files: the limit is {limit} (ulimit -n), and every"
+                " group needs connections to each member; raise the limit, or destroy groups"
             )
         if verdict != ACCEPTED:
             reason = REASONS.get(verdict, f"refused with the unknown code {verdict}")
             if verdict == WRONG_SECRET and address:
                 reason += (
-                    f"; or the address {address} is not the server's own: a value in the store was forged"
+                    f"; or the address {address} is not the server's own: a value in the store was"
+                    " forged"
                 )
             raise AuthenticationError(f"handshake with {peer}: {reason}")
         proof = _receive(sock, PROOF_SIZE, deadline, peer)
         if not hmac.compare_digest(proof, make_proof(key, b"server", theirs, mine, address)):
             raise AuthenticationError(
-                f"{peer} accepted this client but cannot prove that it holds the job's secret itself"
+                f"{peer} accepted this client but cannot prove that it holds the job's secret"
+                " itself"
             )
         if server is not None and hello.rank != server:
             raise AuthenticationError(
@@ -270,7 +285,10 @@ def _protection(wanted: Protection, server: Hello, client: Hello) -> str:
 def _explain(verdict: int, purpose: bytes, theirs: bytes) -> str:
     if verdict != WRONG_PURPOSE:
         return REASONS[verdict]
-    return f"that port serves {theirs.decode('latin-1')!r} connections, not {purpose.decode('latin-1')!r}"
+    return (
+        f"that port serves {theirs.decode('latin-1')!r} connections, not"
+        f" {purpose.decode('latin-1')!r}"
+    )
 
 
 def _receive_hello(sock: socket.socket, deadline: float, peer: str) -> bytes:
@@ -283,7 +301,8 @@ def _receive_hello(sock: socket.socket, deadline: float, peer: str) -> bytes:
         except DistNetworkError as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise AuthenticationError(
-                    f"{foreign}, or does not respond: it accepted the connection and then sent nothing"
+                    f"{foreign}, or does not respond: it accepted the connection and then sent"
+                    " nothing"
                 ) from error
             data = b""
         if not data:
@@ -294,7 +313,9 @@ def _receive_hello(sock: socket.socket, deadline: float, peer: str) -> bytes:
         got += data
         if not MAGIC.startswith(got[: len(MAGIC)]):
             if got.startswith(NAME):
-                raise AuthenticationError(f"{peer} has another version of unicoll: it answered {got[:32]!r}")
+                raise AuthenticationError(
+                    f"{peer} has another version of unicoll: it answered {got[:32]!r}"
+                )
             raise AuthenticationError(
                 f"{foreign}: it answered {got[:32]!r}. Is another program listening on that port?"
             )
@@ -328,7 +349,8 @@ def _send(sock: socket.socket, data: bytes, deadline: float, peer: str) -> None:
         _set_timeout(sock, deadline)
         sock.sendall(data)
     except (BrokenPipeError, ConnectionResetError):
-        # The peer has closed; bytes that it sent before (a verdict, another protocol's answer) can still be read.
+        # The peer has closed; bytes that it sent before (a verdict, another protocol's answer) can
+        # still be read.
         pass
     except OSError as error:
         if raised_by_handler(error):

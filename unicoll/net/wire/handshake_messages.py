@@ -1,5 +1,5 @@
-"""The messages of the handshake: hello, verdict and proof, as bytes; :mod:`unicoll.net.wire.handshake` has their
-order.
+"""The messages of the handshake: hello, verdict and proof, as bytes;
+:mod:`unicoll.net.wire.handshake` has their order.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ PLAIN = Protection()
 class Hello(NamedTuple):
     """A hello.
 
-    ``flags`` are KEYED, PRIVATE, LOCAL and the protection between hosts; ``rank`` is that of the process, or None;
-    ``host`` is :func:`host_id` with the nonce as its key. Not with the secret: anybody who connects is sent a hello
-    and, knowing the host, could test guesses of a secret.
+    ``flags`` are KEYED, PRIVATE, LOCAL and the protection between hosts; ``rank`` is that of the
+    process, or None; ``host`` is :func:`host_id` with the nonce as its key. Not with the secret:
+    anybody who connects is sent a hello and, knowing the host, could test guesses of a secret.
     """
 
     flags: int
@@ -82,11 +82,17 @@ def make_hello(
 ) -> bytes:
     """A hello with a fresh nonce; ``rank`` is that of the process, or None."""
     if not 0 < len(purpose) <= PURPOSE_SIZE or b"\0" in purpose:
-        raise ValueError(f"a purpose has 1 to {PURPOSE_SIZE} bytes and no zero byte, not {purpose!r}")
+        raise ValueError(
+            f"a purpose has 1 to {PURPOSE_SIZE} bytes and no zero byte, not {purpose!r}"
+        )
     flags = PROTECTIONS[protection.between_hosts]
-    flags |= (KEYED if key else 0) | (PRIVATE if private else 0) | (LOCAL if protection.local else 0)
+    flags |= (
+        (KEYED if key else 0) | (PRIVATE if private else 0) | (LOCAL if protection.local else 0)
+    )
     nonce = secrets.token_bytes(NONCE_SIZE)
-    return _HELLO.pack(MAGIC, flags, purpose, NO_RANK if rank is None else rank, host_id(nonce), nonce)
+    return _HELLO.pack(
+        MAGIC, flags, purpose, NO_RANK if rank is None else rank, host_id(nonce), nonce
+    )
 
 
 def parse_hello(hello: bytes) -> Hello:
@@ -105,7 +111,8 @@ def within_a_host(server: Hello, client: Hello) -> bool:
 def make_proof(
     key: bytes, direction: bytes, server_hello: bytes, client_hello: bytes, address: str = ""
 ) -> bytes:
-    """The proof of ``direction``, ``b"client"`` or ``b"server"``; with ``b"channel"`` the key of the connection."""
+    """The proof of ``direction``, ``b"client"`` or ``b"server"``; with ``b"channel"`` the key of
+    the connection."""
     return hmac.digest(key, direction + server_hello + client_hello + address.encode(), "sha256")
 
 
@@ -113,11 +120,17 @@ REASONS = {
     WRONG_SECRET: f"the two sides have different secrets; {SOURCES}",
     CLIENT_HAS_NONE: f"the server requires a secret and the client has none; {SOURCES}",
     SERVER_HAS_NONE: f"the client has a secret and the server has none; {SOURCES}",
-    OTHER_USER: "there is no secret, and without one the server accepts only processes of its own user and host; "
-    + SOURCES,
-    WRONG_PURPOSE: "the server is unicoll's, but for another kind of connection; check the address and port",
-    OTHER_PROTECTION: "the two sides use different protection of the connection; give all processes the same "
-    "UNICOLL_CHANNEL",
+    OTHER_USER: (
+        "there is no secret, and without one the server accepts only processes of its own user and"
+        " host; " + SOURCES
+    ),
+    WRONG_PURPOSE: (
+        "the server is unicoll's, but for another kind of connection; check the address and port"
+    ),
+    OTHER_PROTECTION: (
+        "the two sides use different protection of the connection; give all processes the same "
+        "UNICOLL_CHANNEL"
+    ),
 }
 
 

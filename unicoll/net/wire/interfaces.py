@@ -1,7 +1,7 @@
 """Network interfaces, addresses, and ``host:port`` as text.
 
-Only the standard library, and no reverse DNS: a wrong or slow resolver must not stall a job, and other hosts often
-cannot reach the name that a resolver returns for an address.
+Only the standard library, and no reverse DNS: a wrong or slow resolver must not stall a job, and
+other hosts often cannot reach the name that a resolver returns for an address.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _SIOCGIFFLAGS = 0x8913
 _IFF_UP = 0x1
 _IFF_LOOPBACK = 0x8
 _IFF_RUNNING = 0x40
-# Addresses for documentation are assigned to no host, so their route is the default route (RFC 5737, RFC 3849).
+# Addresses for documentation are assigned to no host, so their route is the default route (RFC
+# 5737, RFC 3849).
 _DEFAULT_ROUTE_TARGETS = (
     (socket.AF_INET, ("203.0.113.1", 9)),
     (socket.AF_INET6, ("2001:db8::1", 9, 0, 0)),
@@ -43,9 +44,10 @@ _DEFAULT_ROUTE_TARGETS = (
 class Interface(NamedTuple):
     """One address of one network interface.
 
-    ``family`` is ``socket.AF_INET`` or ``AF_INET6``; ``address`` is text without a zone; ``scope`` is
-    ``"host"`` (loopback), ``"link"`` (valid on its own link only) or ``"global"``. ``has_carrier`` is False without a
-    cable or with a switch that is off; ``network`` is in CIDR notation, such as 10.0.0.0/24.
+    ``family`` is ``socket.AF_INET`` or ``AF_INET6``; ``address`` is text without a zone; ``scope``
+    is ``"host"`` (loopback), ``"link"`` (valid on its own link only) or ``"global"``.
+    ``has_carrier`` is False without a cable or with a switch that is off; ``network`` is in CIDR
+    notation, such as 10.0.0.0/24.
     """
 
     name: str
@@ -62,7 +64,8 @@ class Interface(NamedTuple):
 
     @property
     def zone(self) -> str:
-        """``%name`` if sockets on this host need it after the address: if that is IPv6 and link-local."""
+        """``%name`` if sockets on this host need it after the address: if that is IPv6 and
+        link-local."""
         return f"%{self.name}" if self.scope == "link" and self.family == socket.AF_INET6 else ""
 
 
@@ -93,7 +96,8 @@ _Ifaddrs._fields_ = [
 
 
 def interfaces() -> list[Interface]:
-    """Every IPv4 and IPv6 address of this host's interfaces, in the kernel's order (Linux, ``getifaddrs``).
+    """Every IPv4 and IPv6 address of this host's interfaces, in the kernel's order (Linux,
+    ``getifaddrs``).
 
     Raises:
         DistNetworkError: the system does not list them.
@@ -152,9 +156,9 @@ def _scope(address: str, loopback: bool) -> str:
 def match_interfaces(spec: str, found: Iterable[Interface]) -> list[Interface]:
     """The addresses of ``found`` that ``spec`` selects, in the order of ``spec``.
 
-    ``spec`` has the syntax of ``NCCL_SOCKET_IFNAME``: names separated by commas are prefixes; ``=`` before the list
-    makes them exact names, ``^`` excludes matching interfaces, ``^=`` excludes exact names. An exclusion never
-    selects the loopback interface (NCCL's may).
+    ``spec`` has the syntax of ``NCCL_SOCKET_IFNAME``: names separated by commas are prefixes; ``=``
+    before the list makes them exact names, ``^`` excludes matching interfaces, ``^=`` excludes
+    exact names. An exclusion never selects the loopback interface (NCCL's may).
 
     Raises:
         DistArgumentError: ``spec`` contains no name.
@@ -171,7 +175,9 @@ def match_interfaces(spec: str, found: Iterable[Interface]) -> list[Interface]:
 
     found = list(found)
     if exclude:
-        return [i for i in found if not i.is_loopback and not any(matches(i, name) for name in names)]
+        return [
+            i for i in found if not i.is_loopback and not any(matches(i, name) for name in names)
+        ]
     chosen = [interface for name in names for interface in found if matches(interface, name)]
     return list(dict.fromkeys(chosen))
 
@@ -181,13 +187,14 @@ def listen_addresses(
 ) -> AddressChoice:
     """The addresses on which this process accepts its peers' data connections.
 
-    In order of priority: ``UNICOLL_SOCKET_IFNAME`` (syntax of :func:`match_interfaces`; one address per interface, in
-    that order, without those that have no carrier if others have one), ``GLOO_SOCKET_IFNAME`` (exact names,
-    comma-separated), loopback if the master is loopback or
-    ``single_host`` is true (every rank is on this host), else the source address of the route to ``master_host``. A
-    name that resolves to loopback on this host may resolve differently on others (Debian maps a host's own name to
-    127.0.1.1); for such a name, or if the master is unknown (None), it is the source address of the default route, or
-    without one an address of the first interface that is not loopback.
+    In order of priority: ``UNICOLL_SOCKET_IFNAME`` (syntax of :func:`match_interfaces`; one address
+    per interface, in that order, without those that have no carrier if others have one),
+    ``GLOO_SOCKET_IFNAME`` (exact names, comma-separated), loopback if the master is loopback or
+    ``single_host`` is true (every rank is on this host), else the source address of the route to
+    ``master_host``. A name that resolves to loopback on this host may resolve differently on others
+    (Debian maps a host's own name to 127.0.1.1); for such a name, or if the master is unknown
+    (None), it is the source address of the default route, or without one an address of the first
+    interface that is not loopback.
 
     Raises:
         DistNetworkError: no interface matches; the message lists the interfaces of this host.
@@ -197,7 +204,9 @@ def listen_addresses(
         if spec:
             return _named_addresses(variable, spec, prefix + spec, _route_family(master_host))
     if master_host is not None and is_loopback_name(master_host):
-        return AddressChoice([_loopback_address(master_host)], f"the master, {master_host}, is on loopback")
+        return AddressChoice(
+            [_loopback_address(master_host)], f"the master, {master_host}, is on loopback"
+        )
     if single_host:
         return AddressChoice(["127.0.0.1"], "every rank is on this host")
     if master_host is not None:
@@ -211,7 +220,8 @@ def listen_addresses(
     if master_host is None or is_loopback(master_host):
         if (interface := _first_usable(interfaces())) is not None:
             reason = (
-                f"there is no default route, and {interface.name} is the first interface besides loopback"
+                f"there is no default route, and {interface.name} is the first interface besides"
+                " loopback"
             )
             return AddressChoice([interface.address], reason)
         return AddressChoice(
@@ -224,25 +234,29 @@ def listen_addresses(
 
 
 def _named_addresses(variable: str, spec: str, pattern: str, family: int | None) -> AddressChoice:
-    """One address of each interface that ``pattern`` selects, of ``family`` where the interface has one."""
+    """One address of each interface that ``pattern`` selects, of ``family`` where the interface has
+    one."""
     found = interfaces()
-    if variable == "GLOO_SOCKET_IFNAME":  # each name is that of one interface, as in Gloo
+    # Each name is that of one interface, as in Gloo.
+    if variable == "GLOO_SOCKET_IFNAME":
         names = {name.strip() for name in spec.split(",")} - {""}
         unknown = names - {interface.name for interface in found}
         if unknown:
             raise DistNetworkError(
-                f"{variable}={spec}: no interface with an address has the name {', '.join(sorted(unknown))};"
-                f" this host has {_describe(found)}"
+                f"{variable}={spec}: no interface with an address has the name"
+                f" {', '.join(sorted(unknown))}; this host has {_describe(found)}"
             )
     selected = match_interfaces(pattern, [i for i in found if i.is_up])
-    # Link-local addresses only where there are no others: with them, interfaces are paired by their order alone.
+    # Link-local addresses only where there are no others: with them, interfaces are paired by their
+    # order alone.
     usable = [i for i in selected if not i.zone] or selected
     usable = [i for i in usable if i.has_carrier] or usable
     if not usable:
         raise DistNetworkError(
             f"{variable}={spec}: no interface that is up matches; this host has {_describe(found)}"
         )
-    if spec.startswith("^"):  # an exclusion gives no order; the first address is that of the control port
+    # An exclusion gives no order; the first address is that of the control port.
+    if spec.startswith("^"):
         usable.sort(key=_is_inside)
     preferred = family or socket.AF_INET
     by_name: dict[str, Interface] = {}
@@ -258,14 +272,16 @@ def _named_addresses(variable: str, spec: str, pattern: str, family: int | None)
 
 
 def _first_usable(found: Iterable[Interface]) -> Interface | None:
-    """The first address that other hosts may reach: IPv4 before IPv6, bridges to containers last; None without any."""
+    """The first address that other hosts may reach: IPv4 before IPv6, bridges to containers last;
+    None without any."""
     usable = [i for i in found if i.is_up and i.has_carrier and i.scope == "global"]
     usable.sort(key=lambda i: (_is_inside(i), i.family != socket.AF_INET))
     return usable[0] if usable else None
 
 
 def _is_inside(interface: Interface) -> bool:
-    """True for a bridge to containers or virtual machines; on all hosts it often has the same address."""
+    """True for a bridge to containers or virtual machines; on all hosts it often has the same
+    address."""
     return interface.name.startswith(("docker", "virbr"))
 
 
@@ -283,7 +299,8 @@ def _source_towards(host: str) -> AddressChoice | None:
 
 
 def _source_address(family: int, target: Any) -> str | None:
-    """The source address of packets to ``target``; connecting a datagram socket only looks up the route."""
+    """The source address of packets to ``target``; connecting a datagram socket only looks up the
+    route."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
@@ -306,7 +323,8 @@ def _route_family(host: str | None) -> int | None:
 
 
 def resolve(host: str, port: int) -> list[tuple[int, Any]]:
-    """``(family, socket address)`` for every address of ``host``, in the resolver's order of preference.
+    """``(family, socket address)`` for every address of ``host``, in the resolver's order of
+    preference.
 
     Raises:
         DistNetworkError: the name cannot be resolved.
@@ -321,7 +339,8 @@ def resolve(host: str, port: int) -> list[tuple[int, Any]]:
 def once_resolved(
     host: str, call: Callable[[], _T], deadline: float, say: Callable[[str], object] | None = None
 ) -> _T:
-    """The result of a call, which is repeated while the name of a host that it resolves has no address yet.
+    """The result of a call, which is repeated while the name of a host that it resolves has no
+    address yet.
 
     In a cluster a name may get its address long after this process has started.
 
@@ -342,7 +361,8 @@ def once_resolved(
                 raise
             if (left := seconds_left(deadline)) == 0:
                 raise DistNetworkError(
-                    f"{error}, for {time.monotonic() - begun:.0f} s: is the name right, and does that host run?"
+                    f"{error}, for {time.monotonic() - begun:.0f} s: is the name right, and does"
+                    " that host run?"
                 ) from error
             if say is not None:
                 say(f"{error}; waiting up to {left:.0f} s for an address")
@@ -364,7 +384,8 @@ def is_loopback_name(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """True if ``host`` is loopback by its name, or if it resolves and all its addresses on this host are loopback."""
+    """True if ``host`` is loopback by its name, or if it resolves and all its addresses on this
+    host are loopback."""
     if is_loopback_name(host):
         return True
     try:
@@ -375,12 +396,14 @@ def is_loopback(host: str) -> bool:
 
 
 def check_loopback() -> None:
-    """Raise DistNetworkError if the loopback interface is down; without it no process can reach another one here."""
+    """Raise DistNetworkError if the loopback interface is down; without it no process can reach
+    another one here."""
     # Not by connecting: an interface that goes down keeps its address and the route to it.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             found = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16sh22x", b"lo", 0))
-        except OSError:  # it has another name
+        except OSError:
+            # It has another name.
             return
     if not struct.unpack("16sh22x", found)[1] & _IFF_UP:
         raise DistNetworkError("the loopback interface is down (ip link set lo up)")
@@ -401,7 +424,8 @@ def _loopback_address(host: str) -> str:
     if ":" in name:
         return "::1"
     if is_loopback_name(name) and not name[0].isdigit():
-        with suppress(DistNetworkError):  # "localhost" may be ::1 alone on an IPv6-only host
+        # "localhost" may be ::1 alone on an IPv6-only host.
+        with suppress(DistNetworkError):
             return str(min(resolve(name, 0), key=lambda answer: answer[0] != socket.AF_INET)[1][0])
     return "127.0.0.1"
 
@@ -413,8 +437,8 @@ def split_hostport(text: str, default_port: int | None = None) -> tuple[str, int
         default_port: the port if ``text`` has none; with None a port is required.
 
     Raises:
-        DistArgumentError: a part is missing, the port is not a number from 0 to 65535, or an IPv6 address has no
-            brackets.
+        DistArgumentError: a part is missing, the port is not a number from 0 to 65535, or an IPv6
+            address has no brackets.
     """
     host, colon, port = text.strip().rpartition(":")
     has_port = bool(colon) and not port.endswith("]")
@@ -439,14 +463,18 @@ def parse_port(text: str, where: str) -> int:
         DistArgumentError: it is not a number from 0 to 65535.
     """
     if not (text.isascii() and text.isdigit()) or int(text) > 65535:
-        raise DistArgumentError(f"{where!r}: the port must be a number from 0 to 65535, not {text!r}")
+        raise DistArgumentError(
+            f"{where!r}: the port must be a number from 0 to 65535, not {text!r}"
+        )
     return int(text)
 
 
 def in_zone_of(own: str, host: str) -> str:
-    """An address of another host for sockets of this one: a link-local one with the zone that ``own`` has.
+    """An address of another host for sockets of this one: a link-local one with the zone that
+    ``own`` has.
 
-    The zone is the name of this host's interface to the link; the interface of the other one may have another name.
+    The zone is the name of this host's interface to the link; the interface of the other one may
+    have another name.
     """
     zone = own.partition("%")[2]
     return f"{host.partition('%')[0]}%{zone}" if zone and "%" in host else host
@@ -458,10 +486,11 @@ def join_hostport(host: str, port: int) -> str:
 
 
 def free_ports(host: str) -> Iterator[int]:
-    """Ports for a listener at an address of this host that may have any port: 0, the kernel's choice.
+    """Ports for a listener at an address of this host that may have any port: 0, the kernel's
+    choice.
 
-    With ``UNICOLL_PORT_RANGE`` all ports of the range, from a random one on, and then DistNetworkError; for other hosts
-    only: firewalls do not concern loopback.
+    With ``UNICOLL_PORT_RANGE`` all ports of the range, from a random one on, and then
+    DistNetworkError; for other hosts only: firewalls do not concern loopback.
     """
     ports = environment.port_range()
     if ports is None or is_loopback_name(host):
@@ -471,7 +500,8 @@ def free_ports(host: str) -> Iterator[int]:
     yield from ports[start:]
     yield from ports[:start]
     raise DistNetworkError(
-        f"no free port at {host}: all of UNICOLL_PORT_RANGE={ports[0]}-{ports[-1]} are in use on this host"
+        f"no free port at {host}: all of UNICOLL_PORT_RANGE={ports[0]}-{ports[-1]} are in use on"
+        " this host"
     )
 
 
@@ -481,7 +511,8 @@ def hostname() -> str:
 
 
 def raise_descriptor_limit(wanted: int | None = None) -> bool:
-    """Raise the soft limit of open files, up to the hard limit; returns False if it cannot be raised.
+    """Raise the soft limit of open files, up to the hard limit; returns False if it cannot be
+    raised.
 
     Args:
         wanted: number of descriptors needed; None for four times the present limit.
@@ -499,14 +530,17 @@ def raise_descriptor_limit(wanted: int | None = None) -> bool:
 
 
 def require_descriptors(count: int, purpose: str) -> None:
-    """Raise DistError, with ``purpose``, unless this process may open so many more files; raises the soft limit."""
+    """Raise DistError, with ``purpose``, unless this process may open so many more files; raises
+    the soft limit."""
     needed = count + _SPARE_DESCRIPTORS
     with suppress(OSError):
         needed += len(os.listdir("/proc/self/fd"))
-    needed += min(64, needed // 7 + 1)  # a server keeps some free (unicoll.net.wire.admission)
+    # A server keeps some free (unicoll.net.wire.admission).
+    needed += min(64, needed // 7 + 1)
     raise_descriptor_limit(needed)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise DistError(
-            f"{purpose} needs {needed} open files in process {os.getpid()}; its limit is {limit} (ulimit -n)"
+            f"{purpose} needs {needed} open files in process {os.getpid()}; its limit is {limit}"
+            " (ulimit -n)"
         )

@@ -1,7 +1,8 @@
-"""Links between two processes: an address of each, in one network; and connections on which nothing arrives.
+"""Links between two processes: an address of each, in one network; and connections on which nothing
+arrives.
 
-A process may listen on several interfaces (``UNICOLL_SOCKET_IFNAME``). Both processes of a pair compute the same links
-from the addresses that both have published.
+A process may listen on several interfaces (``UNICOLL_SOCKET_IFNAME``). Both processes of a pair
+compute the same links from the addresses that both have published.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from unicoll.net.wire.channel import Connection
 from unicoll.net.wire.interfaces import interfaces, join_hostport
 
 _TCP_INFO = struct.Struct("=2xB21xI28xI")
-"""Of the kernel's struct tcp_info: retransmits (since the last acknowledgement), unacked, last_ack_recv (ms ago)."""
-_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+"""Of the kernel's struct tcp_info: retransmits (since the last acknowledgement), unacked,
+last_ack_recv (ms ago)."""
+_UNREACHABLE = {
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETDOWN,
+}
 _RETRANSMISSIONS = 2
-"""Consecutive ones from which on a connection counts as unacknowledged; a slow connection may have one."""
+"""Consecutive ones from which on a connection counts as unacknowledged; a slow connection may have
+one."""
 
 
 class Address(NamedTuple):
-    """An address on which a process listens; interface and network (as 10.0.0.0/24) are "" if unknown."""
+    """An address on which a process listens; interface and network (as 10.0.0.0/24) are "" if
+    unknown."""
 
     host: str
     port: int
@@ -35,7 +45,9 @@ class Address(NamedTuple):
     network: str = ""
 
     def __str__(self) -> str:
-        return join_hostport(self.host, self.port) + (f" ({self.interface})" if self.interface else "")
+        return join_hostport(self.host, self.port) + (
+            f" ({self.interface})" if self.interface else ""
+        )
 
 
 def with_interfaces(addresses: Iterable[tuple[str, int]]) -> list[Address]:
@@ -49,10 +61,11 @@ def with_interfaces(addresses: Iterable[tuple[str, int]]) -> list[Address]:
 def links(lower: list[Address], higher: list[Address]) -> list[tuple[Address, Address]]:
     """The links between the process of the lower rank and that of the higher one.
 
-    They are in the order of the lower rank's addresses. Where no two addresses are in one network, as between hosts
-    that reach each other through routers, the first addresses of both make a link, the second ones another, and so on.
-    An address that both processes have is left out if they have others, too: on two hosts it is that of a bridge to
-    containers on each, and connections to it stay on the own host.
+    They are in the order of the lower rank's addresses. Where no two addresses are in one network,
+    as between hosts that reach each other through routers, the first addresses of both make a link,
+    the second ones another, and so on. An address that both processes have is left out if they have
+    others, too: on two hosts it is that of a bridge to containers on each, and connections to it
+    stay on the own host.
     """
     shared = {address.host for address in lower} & {address.host for address in higher}
     lower = [address for address in lower if address.host not in shared] or lower
@@ -71,14 +84,21 @@ def first_link(group: str, rank: int, peer: int) -> int:
     return zlib.crc32(f"{min(rank, peer)} {max(rank, peer)} {group}".encode())
 
 
-def endpoints(sock: Connection, own: Iterable[Address], theirs: Iterable[Address], peer: str) -> str:
+def endpoints(
+    sock: Connection, own: Iterable[Address], theirs: Iterable[Address], peer: str
+) -> str:
     """A connection to a peer for errors: both addresses, with the interfaces of published ones."""
     try:
         ends = (sock.getsockname(), own), (sock.getpeername(), theirs)
-    except OSError:  # it has ended
+    except OSError:
+        # It has ended.
         return f"to {peer}"
     near, far = (
-        Address(address[0], address[1], next((a.interface for a in known if _bare(a.host) == address[0]), ""))
+        Address(
+            address[0],
+            address[1],
+            next((a.interface for a in known if _bare(a.host) == address[0]), ""),
+        )
         for address, known in ends
     )
     return f"{near} to {peer} at {far}"
@@ -89,15 +109,20 @@ def unacknowledged(sock: Connection) -> str:
     try:
         found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         retransmits, packets, since = _TCP_INFO.unpack(found)
-    except (OSError, struct.error):  # closed, or not TCP
+    except (OSError, struct.error):
+        # Closed, or not TCP.
         return ""
     if not packets or retransmits < _RETRANSMISSIONS:
         return ""
-    return f"{packets} packets sent and {retransmits} times retransmitted, no acknowledgement for {since / 1000:.1f} s"
+    return (
+        f"{packets} packets sent and {retransmits} times retransmitted, no acknowledgement for"
+        f" {since / 1000:.1f} s"
+    )
 
 
 def given_up(sock: Connection, error: BaseException | None) -> bool:
-    """True if the kernel has ended a connection with this error, because the other host acknowledged nothing."""
+    """True if the kernel has ended a connection with this error, because the other host
+    acknowledged nothing."""
     if not isinstance(error, OSError) or error.errno not in _UNREACHABLE:
         return False
     try:

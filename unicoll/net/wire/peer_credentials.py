@@ -1,6 +1,7 @@
 """The user of the process at the other end of a connection within this host, from the kernel.
 
-For TCP, Linux answers who owns a socket (sock_diag(7)). An address, even loopback's, proves nothing about the owner.
+For TCP, Linux answers who owns a socket (sock_diag(7)). An address, even loopback's, proves nothing
+about the owner.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _WAIT_S = 1.0
 
 @cache
 def is_supported() -> bool:
-    """True if this system says who owns TCP sockets; tested once, on a connection within this process."""
+    """True if this system says who owns TCP sockets; tested once, on a connection within this
+    process."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
@@ -40,7 +42,8 @@ def is_supported() -> bool:
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """True if the process at the other end runs as this process's user; False if that is unknown."""
+    """True if the process at the other end runs as this process's user; False if that is
+    unknown."""
     return is_own(peer_uid(sock))
 
 
@@ -62,10 +65,11 @@ def _overflow_uid() -> int:
 
 
 def peer_uid(sock: socket.socket) -> int | None:
-    """The user of the process at the other end of a connected socket; None for another host, or if unknown.
+    """The user of the process at the other end of a connected socket; None for another host, or if
+    unknown.
 
-    It is the user that created that end's socket. For the end of a server, call this after the server has answered:
-    before its accept the kernel knows no user.
+    It is the user that created that end's socket. For the end of a server, call this after the
+    server has answered: before its accept the kernel knows no user.
     """
     if sock.family == socket.AF_UNIX:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -79,7 +83,10 @@ def peer_uid(sock: socket.socket) -> int | None:
 def _uid_of(near: tuple[Any, ...], far: tuple[Any, ...]) -> int | None:
     """The user of the socket of this host with these addresses of its own and of its peer."""
     family = socket.AF_INET6 if ":" in near[0] else socket.AF_INET
-    hosts = [socket.inet_pton(family, host.partition("%")[0]).ljust(16, b"\0") for host in (near[0], far[0])]
+    hosts = [
+        socket.inet_pton(family, host.partition("%")[0]).ljust(16, b"\0")
+        for host in (near[0], far[0])
+    ]
     scope = near[3] if len(near) > 3 else 0
     request = (
         _OPTIONS.pack(family, socket.IPPROTO_TCP, 0, 0, _ALL)
@@ -88,7 +95,9 @@ def _uid_of(near: tuple[Any, ...], far: tuple[Any, ...]) -> int | None:
     )
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
         kernel.settimeout(_WAIT_S)
-        kernel.sendto(_HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _REQUEST, 0, 0) + request, (0, 0))
+        kernel.sendto(
+            _HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _REQUEST, 0, 0) + request, (0, 0)
+        )
         answer = kernel.recv(4096)
     if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
         return None

@@ -27,14 +27,16 @@ Buffer = bytes | memoryview
 
 
 class TamperedError(OSError):
-    """Received bytes fail the integrity check: they were changed, repeated, reordered or inserted on the path."""
+    """Received bytes fail the integrity check: they were changed, repeated, reordered or inserted
+    on the path."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(errno.EBADMSG, f"the integrity check of its connection failed: {detail}")
 
 
 class Records(Protocol):
-    """The protection of one connection, without its socket. One thread may seal while another one opens."""
+    """The protection of one connection, without its socket. One thread may seal while another one
+    opens."""
 
     def seal(self, data: Any) -> bytes:
         """The bytes to send for up to :data:`MAX_DATA` bytes of data."""
@@ -47,7 +49,8 @@ class Records(Protocol):
         """
 
     def outgoing(self) -> bytes:
-        """Bytes of the protection itself to send now; call it at the start and after each :meth:`open`."""
+        """Bytes of the protection itself to send now; call it at the start and after each
+        :meth:`open`."""
 
     @property
     def ready(self) -> bool:
@@ -92,7 +95,8 @@ class MacRecords:
             found.append(data)
             at = stop
         if at:
-            self._received = bytearray(view[at:])  # the returned data are views of the old buffer
+            # The returned data are views of the old buffer.
+            self._received = bytearray(view[at:])
         return found[0] if len(found) == 1 else b"".join(found)
 
     def outgoing(self) -> bytes:

@@ -13,8 +13,8 @@ from unicoll.process import logs
 from unicoll.process.files import is_trusted_owner
 
 SOURCES = (
-    "a secret comes from UNICOLL_SECRET, from UNICOLL_SECRET_FILE, from join(secret=...), or from the launcher, which "
-    "makes one per job; every process of the job needs the same one"
+    "a secret comes from UNICOLL_SECRET, from UNICOLL_SECRET_FILE, from join(secret=...), or from"
+    " the launcher, which makes one per job; every process of the job needs the same one"
 )
 """For error messages."""
 
@@ -24,7 +24,8 @@ log = logs.logger("secret")
 
 
 class Key(bytes):
-    """Secret bytes whose ``repr`` hides them, also in logs and in tracebacks with local variables."""
+    """Secret bytes whose ``repr`` hides them, also in logs and in tracebacks with local
+    variables."""
 
     __slots__ = ()
 
@@ -35,9 +36,11 @@ class Key(bytes):
 
 
 class OwnUserKey(Key):
-    """The key of a job of this user on this host: both ends of a connection refuse processes of other users.
+    """The key of a job of this user on this host: both ends of a connection refuse processes of
+    other users.
 
-    A process that forwards connections, such as an ssh tunnel, counts as its owner, so others may have read the key.
+    A process that forwards connections, such as an ssh tunnel, counts as its owner, so others may
+    have read the key.
     """
 
     __slots__ = ()
@@ -57,7 +60,8 @@ class Secret(NamedTuple):
 
     Attributes:
         key: the bytes that handshakes prove; ``b""`` if the job has no secret.
-        source: ``"UNICOLL_SECRET"``, ``"UNICOLL_SECRET_FILE=<path>"``, ``"the argument secret"`` or ``"none"``.
+        source: ``"UNICOLL_SECRET"``, ``"UNICOLL_SECRET_FILE=<path>"``, ``"the argument secret"`` or
+            ``"none"``.
     """
 
     key: bytes
@@ -80,12 +84,13 @@ def new_key_text() -> KeyText:
 def find_secret(environ: Mapping[str, str] = os.environ) -> Secret:
     """The secret of the environment, without surrounding white space.
 
-    ``UNICOLL_SECRET`` holds the secret itself and has priority over ``UNICOLL_SECRET_FILE``, the path of a file that
-    only its owner, this user or root, may access. With neither, the secret is empty and its source is ``"none"``.
+    ``UNICOLL_SECRET`` holds the secret itself and has priority over ``UNICOLL_SECRET_FILE``, the
+    path of a file that only its owner, this user or root, may access. With neither, the secret is
+    empty and its source is ``"none"``.
 
     Raises:
-        DistArgumentError: the variable or file is empty; the file cannot be read, belongs to another user, or others
-            can access it.
+        DistArgumentError: the variable or file is empty; the file cannot be read, belongs to
+            another user, or others can access it.
     """
     if "UNICOLL_SECRET" in environ:
         source = "UNICOLL_SECRET"
@@ -106,7 +111,8 @@ def find_secret(environ: Mapping[str, str] = os.environ) -> Secret:
 def given_secret(text: str) -> Secret:
     """The secret of an argument; DistArgumentError if it is empty."""
     key = Key(text.strip().encode("utf-8", "surrogateescape") if isinstance(text, str) else b"")
-    text = ""  # a traceback with local variables does not show it
+    # A traceback with local variables does not show it.
+    text = ""
     if not key:
         raise DistArgumentError("secret: a text that is not empty is expected")
     return _checked(Secret(key, "the argument secret"))
@@ -131,13 +137,14 @@ def _read_private(path: str) -> bytes:
             found = os.fstat(file.fileno())
             if not is_trusted_owner(found):
                 raise DistArgumentError(
-                    f"UNICOLL_SECRET_FILE={path} belongs to user {found.st_uid}, who knows and can change the secret"
+                    f"UNICOLL_SECRET_FILE={path} belongs to user {found.st_uid}, who knows and can"
+                    " change the secret"
                 )
             mode = stat.S_IMODE(found.st_mode)
             if mode & 0o077:
                 raise DistArgumentError(
-                    f"UNICOLL_SECRET_FILE={path} can be accessed by others than its owner (mode {mode:04o}): "
-                    f"run  chmod 600 {path}"
+                    f"UNICOLL_SECRET_FILE={path} can be accessed by others than its owner (mode"
+                    f" {mode:04o}): run  chmod 600 {path}"
                 )
             return file.read(1 << 16)
     except OSError as error:

@@ -1,14 +1,15 @@
 """TLS 1.3 inside an authenticated connection, with the key that the handshake has derived.
 
-From Python 3.13 the key is TLS's external pre-shared key. Older Pythons have no pre-shared keys for TLS 1.3: there the
-server shows a certificate, which proves nothing (its private key is in this package), and each side proves with a MAC
-under the key that it took part in the same TLS handshake. The first data in each direction are
+From Python 3.13 the key is TLS's external pre-shared key. Older Pythons have no pre-shared keys for
+TLS 1.3: there the server shows a certificate, which proves nothing (its private key is in this
+package), and each side proves with a MAC under the key that it took part in the same TLS handshake.
+The first data in each direction are
 
     HMAC-SHA256(key, "client" or "server" | the client's Finished message)
 
-The Finished message is a MAC over the whole handshake, including the ephemeral keys, so a relay with a separate TLS
-connection to each side cannot forward one side's proof to the other. No data are sent before the peer's proof is
-verified.
+The Finished message is a MAC over the whole handshake, including the ephemeral keys, so a relay
+with a separate TLS connection to each side cannot forward one side's proof to the other. No data
+are sent before the peer's proof is verified.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ class TlsRecords:
     def __init__(self, key: Key, server: bool) -> None:
         self._key = key
         self._server = server
-        self._lock = threading.Lock()  # OpenSSL's objects are not thread-safe
+        # OpenSSL's objects are not thread-safe.
+        self._lock = threading.Lock()
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._uses_psk = getattr(ssl, "HAS_PSK", False)
-        self._tls = _context(key, server, self._uses_psk).wrap_bio(self._in, self._out, server_side=server)
+        self._tls = _context(key, server, self._uses_psk).wrap_bio(
+            self._in, self._out, server_side=server
+        )
         self._handshake_done = False
         self._proof = b""
         self.ready = False
@@ -46,7 +50,9 @@ class TlsRecords:
     def seal(self, data: Any) -> bytes:
         with self._lock:
             if not self.ready:
-                raise TamperedError("the peer has not proved that it takes part in this TLS handshake")
+                raise TamperedError(
+                    "the peer has not proved that it takes part in this TLS handshake"
+                )
             self._tls.write(data)
             return self._out.read()
 
@@ -66,7 +72,8 @@ class TlsRecords:
             return b""
         if not hmac.compare_digest(self._proof[:_PROOF_SIZE], self._make_proof(not self._server)):
             raise TamperedError(
-                "the peer's proof is for another TLS handshake: the connection passes through a third process"
+                "the peer's proof is for another TLS handshake: the connection passes through a"
+                " third process"
             )
         self.ready = True
         return self._proof[_PROOF_SIZE:]
@@ -98,7 +105,8 @@ class TlsRecords:
         return True
 
     def _make_proof(self, server: bool) -> bytes:
-        finished = self._tls.get_channel_binding("tls-unique")  # the first Finished message, also in TLS 1.3
+        # The first Finished message, also in TLS 1.3.
+        finished = self._tls.get_channel_binding("tls-unique")
         if not finished:
             raise TamperedError("TLS has no Finished message")
         return hmac.digest(self._key, (b"server" if server else b"client") + finished, "sha256")
@@ -109,15 +117,18 @@ def _context(key: Key, server: bool, uses_psk: bool) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     if server:
-        context.num_tickets = 0  # no session resumption
+        # No session resumption.
+        context.num_tickets = 0
         if uses_psk:
             context.set_psk_server_callback(lambda _: bytes(key))  # type: ignore[attr-defined]
         else:
             context.load_cert_chain(_CERTIFICATE)
     elif uses_psk:
-        # No authority is trusted, so a server that shows a certificate instead of using the key is refused.
+        # No authority is trusted, so a server that shows a certificate instead of using the key is
+        # refused.
         context.verify_mode = ssl.CERT_REQUIRED
         context.set_psk_client_callback(lambda _: (_IDENTITY, bytes(key)))  # type: ignore[attr-defined]
     else:
-        context.verify_mode = ssl.CERT_NONE  # the proofs verify
+        # The proofs verify.
+        context.verify_mode = ssl.CERT_NONE
     return context
