@@ -21,7 +21,7 @@ def test_every_module_is_named() -> None:
     assert not missing, "docs/architecture.md does not name these modules"
 
 
-REFERENCE = re.compile(r":(?:mod|class|func|meth|attr|data|exc):`~?((?:%s)(?:\.\w+)+)`" % "|".join(PACKAGES))
+REFERENCE = re.compile(rf":(?:mod|class|func|meth|attr|data|exc):`~?((?:{'|'.join(PACKAGES)})(?:\.\w+)+)`")
 
 
 def _exists(name: str) -> bool:
