@@ -1,7 +1,8 @@
 """The MPI backend, ``mpi``: mpi4py's communicators, where an MPI launcher started the processes.
 
 Importing this package imports neither mpi4py nor an MPI library;
-:mod:`mpi_comm.runtime.init_finalize` does, once MPI is chosen.
+:mod:`mpi_comm.runtime.init_finalize` does, once MPI is chosen. Start with ``backend.py``; the ranks
+compare their calls in ``call_agreement.py`` before MPI's collective, which cannot be cancelled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The NCCL backend: arrays on NVIDIA GPUs, ordered by streams."""
+"""The NCCL backend: arrays on NVIDIA's GPUs, and on AMD's by RCCL.
+
+It is the binding of the library; streams, arrays in flight and failures are in
+:mod:`unicoll.device_collectives`. Start with ``library/nccl.py``.
+"""
 
 from __future__ import annotations
 

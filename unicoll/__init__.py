@@ -9,6 +9,17 @@ API.
     dist.destroy_process_group()
 
 Start it with ``unirun --nproc-per-node 4 script.py``.
+
+The map. A call goes down the first line, a process meets the others up the second:
+
+* api -> group -> backend -> calls -> arrays -> devices: the functions; one group's dispatch; what
+  backends share; what a call is; arrays of all families; the devices' memory and streams.
+* process -> net/{objects, wire, stores, control} -> bootstrap: this process; how processes meet.
+* gloo_fallback, mpi_comm, nccl_comm, xccl_comm: the backends; device_collectives is what the last
+  two share, staging takes device arrays to the first two.
+* diagnosis: what waits and why. run: the launcher. mesh, parallel, torch_plugin, torch_watch,
+  integrations: for training. bench, doctor, trace, testing: tools.
+* Read docs/architecture.md first.
 """
 
 from __future__ import annotations

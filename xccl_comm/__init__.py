@@ -1,4 +1,8 @@
-"""The XCCL backend: Intel's oneCCL, on XPU arrays, or with its CPU plug-in on host memory."""
+"""The XCCL backend: Intel's oneCCL, on XPU arrays, or with its CPU plug-in on host memory.
+
+It is the binding of the library; streams, arrays in flight and failures are in
+:mod:`unicoll.device_collectives`. Start with ``backend.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""unicoll in jobs of other packages; each module needs the package of its name."""
+"""unicoll in jobs of Dask and Ray. Each module needs the package of its name.
+
+Nothing in unicoll imports this package.
+"""

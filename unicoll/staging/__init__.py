@@ -1,2 +1,5 @@
-"""Device arrays over backends of host arrays: copies through pinned memory, or device pointers if
-MPI takes them."""
+"""Device arrays over backends of host arrays, where no backend takes device arrays.
+
+Chunks are copied through pinned memory; a CUDA-aware MPI gets device pointers. The runtimes of the
+devices are in :mod:`unicoll.devices`. Start with ``backend.py``.
+"""
