@@ -114,19 +114,24 @@ def join(timeout: float = PATIENCE_S) -> Report:
         return caught(error)
 
 
-def join_briefly() -> Report:
+def join_briefly(folder: str) -> Report:
+    """Join; rank 0's deadline is later than rank 1's, as it begins when rank 1 is ready to join."""
+    _begin_after_rank_1(folder)
     return join(TIMEOUT)
 
 
 def join_without_rank_1(folder: str) -> Report:
     """Join a job that refuses rank 1; rank 0, which waits for it in vain, begins when rank 1 is ready to join."""
-    importlib.import_module("unicoll.bootstrap.join")  # as init_process_group does
+    _begin_after_rank_1(folder)
+    return join(TIMEOUT if os.environ["RANK"] == "0" else PATIENCE_S)
 
+
+def _begin_after_rank_1(folder: str) -> None:
+    importlib.import_module("unicoll.bootstrap.join")  # as init_process_group does
     if int(os.environ["RANK"]) == 1:
         Path(folder, "ready.1").touch()
-        return join()
-    await_file(Path(folder, "ready.1"))
-    return join(TIMEOUT)
+    else:
+        await_file(Path(folder, "ready.1"))
 
 
 def await_file(path: Path) -> None:

@@ -203,10 +203,12 @@ EPHEMERAL = (30000, 65534)
 """With all ports that the kernel gives to clients, and to listeners without UNICOLL_PORT_RANGE."""
 
 
-def test_a_firewall_is_named_by_both_ranks(hosts: Hosts) -> None:
+def test_a_firewall_is_named_by_both_ranks(hosts: Hosts, tmp_path: Path) -> None:
     """Only the store's port is open."""
     hosts.filter(*EPHEMERAL)
-    first, second = FinishedJob(launch(hosts, "join_briefly", env=SECRET)).successful_reports(2)
+    first, second = FinishedJob(launch(hosts, "join_briefly", str(tmp_path), env=SECRET)).successful_reports(
+        2
+    )
     words = r"rank 0's control port 10\.77\.0\.1:\d+ cannot be reached: .*a firewall .*UNICOLL_PORT_RANGE=first-last"
     assert second["error"] == "DistNetworkError"
     assert re.match(words, second["message"])

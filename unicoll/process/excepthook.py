@@ -173,7 +173,7 @@ def shows_all_frames() -> bool:
     if os.environ.get("TORCH_SHOW_CPP_STACKTRACES", "").strip() == "1":
         return True
     levels, environment = (
-        sys.modules.get(f"unicoll.net.{name}") for name in ("debug_level", "environment")
+        sys.modules.get(f"unicoll.process.{name}") for name in ("debug_level", "environment")
     )
     try:
         if levels is not None:

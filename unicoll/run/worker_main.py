@@ -27,7 +27,7 @@ _SIGKILL = 9
 _pid = 0
 # The exception that the launcher prints.
 _recorded: BaseException | None = None
-# Modules of unicoll.net, or others of the same files.
+# Modules of unicoll.process, or others of the same files.
 _modules: dict[str, Any] = {}
 
 
