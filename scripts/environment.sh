@@ -25,8 +25,8 @@ find_python() {
     for candidate in ${PYTHON:+"$PYTHON"} python3 python; do
         command -v "$candidate" >/dev/null 2>&1 || continue
         found=$candidate
-        if ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            reason="$candidate is $("$candidate" --version 2>&1); 3.10 or newer is needed"
+        if ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            reason="$candidate is $("$candidate" --version 2>&1); 3.11 or newer is needed"
         elif ! "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
             reason="$candidate lacks venv or pip; on Debian and Ubuntu: apt-get install python3-venv"
         else
@@ -34,7 +34,7 @@ find_python() {
             return
         fi
     done
-    [ -n "$found" ] || fail "no Python found; install Python 3.10 or newer, or set PYTHON to its path"
+    [ -n "$found" ] || fail "no Python found; install Python 3.11 or newer, or set PYTHON to its path"
     fail "$reason (set PYTHON to use another one)"
 }
 

@@ -4,21 +4,27 @@ The names and bases of the four outer classes are torch.distributed's; the other
 the causes. Group, rank, operation and sequence number are attributes of every error (None if
 unknown).
 
-    DistError (RuntimeError) ├── DistArgumentError (ValueError)       an argument was refused before
-    data moved; the group stays usable │   └── DistTypeError (TypeError)        ... because of its
-    type or dtype ├── NotInitializedError (ValueError)     there is no (default) process group ├──
-    PickleRefusedError                   an object needed pickle, and pickle is not allowed in this
-    job ├── DistBackendError                     a backend could not execute the operation │   ├──
-    BackendUnavailableError          the backend cannot be used on this machine; has the reason │
-    ├── CollectiveMismatchError          ranks called different collectives, shapes, dtypes, ops or
-    roots │   ├── MessageMismatchError             a point-to-point message does not fit the buffer
-    that received it │   ├── OperationTimeoutError (TimeoutError)   a deadline passed; has the ranks
-    that arrived and those that did not │   ├── DeadlockError                    ranks wait for each
-    other in a cycle; has their operations and lines │   └── GroupAbortedError                the
-    group was aborted or destroyed while, or before, it was used ├── DistNetworkError
-    connecting, sending or receiving failed │   ├── RankLostError                    a peer process
-    died or left; has rank, host and pid │   └── AuthenticationError              the other side
-    does not have the job's secret └── DistStoreError                       a store operation failed
+    DistError (RuntimeError)
+    ├── DistArgumentError (ValueError)       an argument was refused before data moved; the group
+    │   │                                    stays usable
+    │   └── DistTypeError (TypeError)        ... because of its type or dtype
+    ├── NotInitializedError (ValueError)     there is no (default) process group
+    ├── PickleRefusedError                   an object needed pickle, and this job allows none
+    ├── DistBackendError                     a backend could not execute the operation
+    │   ├── BackendUnavailableError          the backend cannot be used here; has the reason
+    │   ├── CollectiveMismatchError          ranks called different collectives, shapes, dtypes,
+    │   │                                    ops or roots
+    │   ├── MessageMismatchError             a message does not fit the buffer that received it
+    │   ├── OperationTimeoutError (TimeoutError)  a deadline passed; has the ranks that arrived and
+    │   │                                    those that did not
+    │   ├── DeadlockError                    ranks wait for each other in a cycle; has their
+    │   │                                    operations and lines
+    │   └── GroupAbortedError                the group was aborted or destroyed while, or before,
+    │                                        it was used
+    ├── DistNetworkError                     connecting, sending or receiving failed
+    │   ├── RankLostError                    a peer process died or left; has rank, host and pid
+    │   └── AuthenticationError              the other side does not have the job's secret
+    └── DistStoreError                       a store operation failed
         ├── StoreTimeoutError (TimeoutError) keys did not appear in time
         └── QueueEmptyError                  (torch.distributed's name; kept for compatibility)
 """

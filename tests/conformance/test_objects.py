@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import warnings
@@ -473,6 +474,8 @@ def test_an_object_is_accepted_from_its_sender_in_its_call_only(size):
         ]
         for changed in (b"", body[:-1], body[1:], body + b"x", *flipped):
             assert not accepted(changed, receiver)
+        with pytest.raises(AuthenticationError):
+            seals(1).open(hashlib.sha256(data).digest() + body[size:], 0, 0, receiver)
 
 
 def test_a_message_is_accepted_once():

@@ -19,7 +19,14 @@ from tests.support.on_ranks import on_ranks
 from tests.support.other_arrays import KINDS
 from unicoll.api.spawn import spawn
 from unicoll.arrays.types import ReduceOp
-from unicoll.errors import DistArgumentError, DistBackendError, DistError, DistTypeError, RankLostError
+from unicoll.errors import (
+    DistArgumentError,
+    DistBackendError,
+    DistError,
+    DistTypeError,
+    OperationTimeoutError,
+    RankLostError,
+)
 from unicoll.parallel import (
     GradientBuckets,
     average_gradients,
@@ -377,6 +384,25 @@ def test_a_failed_bucket_surfaces_in_wait_with_its_parameters_and_the_rest_is_se
     for name in NAMED:
         buckets.ready(name, np.ones(3))
     assert_close(buckets.wait(), [np.ones(3)] * 3)
+
+
+@on_ranks(2)
+def test_a_wait_that_times_out_can_be_repeated() -> None:
+    rank = dist.get_rank()
+    buckets = GradientBuckets([np.zeros(3)], group=dist.new_group())
+    if rank == 0:
+        buckets.ready(0, np.full(3, 1.0))
+        with pytest.raises(OperationTimeoutError, match="bucket"):
+            buckets.wait(timeout=0.05)
+        with pytest.raises(DistArgumentError, match="already given"):
+            buckets.ready(0, np.full(3, 7.0))
+        dist.barrier()
+    else:
+        dist.barrier()
+        buckets.ready(0, np.full(3, 2.0))
+    assert buckets.wait()[0].tolist() == [1.5] * 3
+    buckets.ready(0, np.full(3, 4.0))
+    assert buckets.wait()[0].tolist() == [4.0] * 3
 
 
 @on_ranks(1)

@@ -1,4 +1,4 @@
-"""Programs that end without destroying their groups, on every installed Python from 3.10 that has NumPy.
+"""Programs that end without destroying their groups, on every installed Python from 3.11 that has NumPy.
 
 ``UNICOLL_TEST_PYTHONS`` names more interpreters than PATH has; ``scripts/test_pythons`` makes environments for them.
 """
@@ -54,7 +54,7 @@ def python(version: str) -> str:
     pytest.skip(f"there is no Python {version} with NumPy here (UNICOLL_TEST_PYTHONS)")
 
 
-@pytest.fixture(params=["3.10", "3.11", "3.12", "3.13", "3.14"])
+@pytest.fixture(params=["3.11", "3.12", "3.13", "3.14"])
 def interpreter(request: pytest.FixtureRequest) -> str:
     return python(request.param)
 

@@ -119,12 +119,7 @@ def test_under_the_launcher(rank: int, folder: LaunchFolder) -> None:
         # a single worker has the terminal itself
         (["-m", "unicoll.run", "-n", "1", "program.py", "0"], 41, "sum 41"),
         # each process is a process group of its own, as jobs of a shell: the kernel stops those that read the terminal
-        pytest.param(
-            ["plain.py"],
-            42,
-            "sum 83",
-            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no process_group= of subprocess"),
-        ),
+        (["plain.py"], 42, "sum 83"),
         *(
             pytest.param(
                 [*TORCHRUN, name, "1"], 42, "sum 83", marks=(pytest.mark.slow, pytest.mark.torch), id=name

@@ -11,8 +11,7 @@ trace function the third::
             call()
 
 A point is a place in the code and the number of times that the call has come there, at most :data:`_MOST`: so polling
-loops, whose rounds depend on time, give few points. Python 3.10 can run handlers between most instructions; there, a
-point is each beginning of a line instead of a loop's jump.
+loops, whose rounds depend on time, give few points.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ _MOST = 2
 _TESTS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _SIMULATED = os.path.join(_TESTS, "simulated_nccl") + os.sep
 """Functions that are C functions in a real program, with all that they call."""
-_BY_LINES = sys.version_info < (3, 11)
 
 Point = tuple[str, int, str, int, str, int]
-"""File, first line and name of the function, offset of the instruction (by lines: the line), event, occurrence."""
+"""File, first line and name of the function, offset of the instruction, event, occurrence."""
 
 
 class Interrupt(BaseException):
@@ -92,11 +90,11 @@ class Points:
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "call":
-            frame.f_trace_opcodes, frame.f_trace_lines = not _BY_LINES, _BY_LINES
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif self._is_outside(frame):
             pass
-        elif event == "line" or (event == "opcode" and frame.f_lasti in self._jumps_of(frame.f_code)):
-            self._come(frame, event, frame.f_lineno if _BY_LINES else frame.f_lasti)
+        elif event == "opcode" and frame.f_lasti in self._jumps_of(frame.f_code):
+            self._come(frame, event, frame.f_lasti)
         return self._trace
 
     def is_within(self, innermost: FrameType | None) -> bool:

@@ -2,7 +2,8 @@
 path has made.
 
     sealed object = data | number (u64) | sender (i32) | receiver (i32) | MAC (16)
-    MAC = keyed BLAKE2b (RFC 7693) of number | sender | receiver | data, or in their place SHA-256 of large data
+    MAC = keyed BLAKE2b (RFC 7693) of number | sender | receiver | 0 | data,
+          or of number | sender | receiver | 1 | SHA-256 of large data
 
 The key is derived from the job's key for one group. A collective has its number, which all members
 know; its receiver is -1 if all members are. A message has its number among those from this sender
@@ -98,7 +99,12 @@ class ObjectSeals:
 
     def _mac(self, data: Bytes, fields: bytes) -> bytes:
         mac = self._keyed.copy()
-        mac.update(fields + (data if len(data) < _LARGE else hashlib.sha256(data).digest()))
+        # The byte between them differs: else the MAC of large data would be that of their digest,
+        # and an attacker could replace the one by the other.
+        if len(data) < _LARGE:
+            mac.update(b"".join((fields, b"\0", data)))
+        else:
+            mac.update(b"".join((fields, b"\1", hashlib.sha256(data).digest())))
         return mac.digest()
 
     def _is_new(self, sender: int, number: int) -> bool:

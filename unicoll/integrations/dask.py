@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import secrets
-import sys
 import threading
 import time
 from collections import deque
@@ -391,14 +390,14 @@ class _Run:
             # Its cause may be known now.
             rank, error = self._first_failure()
         if rank not in self._lost:
-            _add_note(error, f"the task of {self._place.describe(rank)} ended with this")
+            error.add_note(f"the task of {self._place.describe(rank)} ended with this")
         self._note_running(error, running)
         return error
 
     def _note_running(self, error: BaseException, running: set[int]) -> None:
         if running:
-            _add_note(
-                error, f"not ended within {_END_S:g} s: {self._place.describe(*sorted(running))}"
+            error.add_note(
+                f"not ended within {_END_S:g} s: {self._place.describe(*sorted(running))}"
             )
 
     def _first_failure(self) -> tuple[int, BaseException]:
@@ -482,14 +481,6 @@ def _receive(
 
 async def _fetch(task: Any) -> Any:
     return await task
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        cause, error.__cause__ = error.__cause__, DistError(note)
-        error.__cause__.__cause__ = cause
 
 
 # --- on a worker ----------------------------------------------------------------------------------

@@ -222,6 +222,8 @@ class GradientBuckets:
             DistArgumentError: called under :meth:`no_sync`.
             DistError: a rank omitted gradients (and ``find_unused`` is False); the message names
                 them. All buckets are averaged, and the group stays usable.
+            OperationTimeoutError: a bucket was not averaged within ``timeout``. It is still in
+                flight, and the step goes on: call wait() again.
             Exception: any communication error; the message names the bucket and its parameters.
         """
         if not self._syncing:
@@ -232,13 +234,16 @@ class GradientBuckets:
         try:
             self._complete(timeout)
         finally:
-            self._ready.clear()
-            self._accumulated.clear()
-            self._writing.clear()
-            self._launched = 0
-            for bucket in self._buckets:
-                bucket.expected = len(bucket.members)
-                bucket.work = None
+            # After a timeout or an interrupt an all_reduce may still write to its bucket: then the
+            # step is not over, its gradients count as passed, and wait() can be called again.
+            if all(bucket.work is None or bucket.work.is_completed() for bucket in self._buckets):
+                self._ready.clear()
+                self._accumulated.clear()
+                self._writing.clear()
+                self._launched = 0
+                for bucket in self._buckets:
+                    bucket.expected = len(bucket.members)
+                    bucket.work = None
         return self._results(missing)
 
     @contextmanager

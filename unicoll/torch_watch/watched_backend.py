@@ -272,9 +272,7 @@ class WatchedBackend(ObservedBackend):
                 # ends the process.
                 if not self.closed:
                     self._log(cause)
-                # From Python 3.11 on.
-                add_note = getattr(error, "add_note", lambda text: None)
-                add_note(f"unicoll: {cause}")
+                error.add_note(f"unicoll: {cause}")
 
     def _await_cause(self) -> None:
         """Wait until the calls were compared, or the group has failed."""

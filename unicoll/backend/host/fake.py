@@ -5,20 +5,18 @@ For dry runs: one process runs the program of any rank of a world of any size. t
 a backend of this name and purpose. A call leaves what it would if every other rank had passed the
 same arrays as this one:
 
-=====================================================
-=========================================================== operations
-outputs of arrays in host memory =====================================================
-=========================================================== reductions (``all_reduce``, ``reduce``
-on the root)    the reduction of n equal arrays: SUM n times the input, AVG,
-                                                       MIN and MAX the input
-prefix reductions (``scan``, ``exscan``)               the reduction of rank + 1, of rank equal
-arrays reductions of parts (``reduce_scatter``)               the reduction of n times the own part
-of the input gathers (``all_gather``, ``gather`` on the root)       n copies of the input
-``scatter`` on the root                                the own entry of the list exchanges
-(``all_to_all``)                             n copies of what the input has for this rank all else
-(``broadcast``, ``recv``)                     unchanged
-=====================================================
-===========================================================
+==================================================  ================================================
+operations                                          outputs of arrays in host memory
+==================================================  ================================================
+reductions (``all_reduce``, root's ``reduce``)      the reduction of n equal arrays: SUM n times the
+                                                    input, AVG, MIN and MAX the input
+prefix reductions (``scan``, ``exscan``)            the reduction of rank + 1, of rank equal arrays
+reductions of parts (``reduce_scatter``)            the reduction of n times the own part
+gathers (``all_gather``, ``gather`` on the root)    n copies of the input
+``scatter`` on the root                             the own entry of the list
+exchanges (``all_to_all``)                          n copies of what the input has for this rank
+all else (``broadcast``, ``recv``)                  unchanged
+==================================================  ================================================
 
 n is the size of the group. Of an output that is larger than what is copied the rest is unchanged;
 of a smaller one, the copy is cut. A receive from any rank comes from the next one. Arrays on a
