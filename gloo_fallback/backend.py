@@ -40,7 +40,8 @@ class GlooBackend(HostBackend):
 
     def __init__(self, context: Context) -> None:
         self._connections: GroupConnections | None = None
-        # Selected by the first collective.
+        # The first collective selects it: the selection is an exchange of all members, and no rank
+        # waits for others when it creates a group.
         self._transport: Transport | None = None
         self._quietly = quiet_runner()
         self._spins = 0
@@ -52,14 +53,20 @@ class GlooBackend(HostBackend):
         self._compression = f", compression {options.compression}" if options.compression else ""
         if context.size > 1:
             endpoint = Endpoint.of(context.job)
+            # One request to the store reads the addresses that prepare() has published on all
+            # ranks, so the connections that follow need none.
             endpoint.read_directory()
             self._spins = 0 if _oversubscribed(context) else _SPINS
-            # Raises for an invalid setting before any rank waits.
+            # An invalid setting raises here, before any rank waits for this one.
             transport_preference()
             self._connections = GroupConnections(state, endpoint, self._spins)
             self._connections.deterministic = in_order
+            # The engine calls thread_failed() on its progress thread only. That starts with the
+            # first message, when the queue, which thread_failed() uses, exists.
             engine = P2PEngine(state, endpoint, self._spins, self.thread_failed)
         super().__init__(context, engine, state)
+        # The exchanges of an allocation are not in the table of operations, so the base class has
+        # no function for them.
         self._collectives[ROW.name] = self._execute_allocation
 
     @classmethod
@@ -83,8 +90,10 @@ class GlooBackend(HostBackend):
             self._quietly(one_rank, call)
             call.write_back()
             return
+        # The transports take number and signature from here; the control thread and the wait
+        # monitor read it at any time.
         state.call = call
-        # Set when the call waits for the first time.
+        # The deadline is set when the call waits for the first time.
         state.deadline = 0.0
         withdrawn = False
         try:
@@ -92,26 +101,34 @@ class GlooBackend(HostBackend):
             if transport is None:
                 self._transport = transport = select_transport(connections, self._spins)
                 if transport.slots is not None:
+                    # The slots ask it whether a call runs in the background, where a waiting thread
+                    # sleeps sooner.
                     transport.slots.queue = self.queue
             if call.reduce is not None:
-                # overflow and NaN are results, as on a GPU
+                # Overflow and NaN are results, as on a GPU, so NumPy's warnings are off.
                 self._quietly(transport.table[call.op.name], transport.target, call)
             else:
                 done = transport.table[call.op.name](transport.target, call)
+                # The sizes differ. All ranks know that now, before anything is written, so all of
+                # them exchange the sizes and start the transfer again.
                 if done is False:
                     sizes = self._sizes(transport, call)
                     transport.table[call.op.name](transport.target, call, sizes)
-            # As call.write_back().
+            # These lines are call.write_back() without the call of a function.
             for buffer in call.outputs:
                 if buffer.unpack is not None:
                     buffer.unpack()
         except BaseException as e:
+            # If the group has failed, the other ranks have the error already. Else they have to
+            # learn that this rank leaves the call, or its number is taken back if none can have
+            # seen it.
             if state.error is None:
                 withdrawn = self.withdraw_or_give_up(call, e, self._begun(connections, call))
             raise
         finally:
             if not withdrawn:
-                # As call.ended, which costs more.
+                # This is call.ended, which costs more. A call whose number was taken back does not
+                # count as the last one.
                 state.last = call.seq, call.kind or call
             state.call = None
 
@@ -135,6 +152,8 @@ class GlooBackend(HostBackend):
             raise BackendUnavailableError(
                 f"peer_view: {context.who(rank)} shares no memory with {context.who(context.rank)}"
             )
+        # A buffer that has to be unpacked is a packed copy of the user's array, and is not in
+        # symmetric memory itself.
         location = self._symmetric.locate(flat) if buffer.unpack is None else -1
         if location < 0:
             raise DistArgumentError(
@@ -159,6 +178,8 @@ class GlooBackend(HostBackend):
         context, state = self.context, self.state
 
         def execute(small: Call) -> None:
+            # The exchange compares the signature of the call in progress, so that is the small one
+            # until it has ended.
             state.call = small
             try:
                 transport.table[small.op.name](transport.target, small)
@@ -184,8 +205,11 @@ class GlooBackend(HostBackend):
     def release(self, clean: bool, failure: DistError | None) -> None:
         if self._connections is None:
             return
+        # This wakes a thread that sleeps in a send or receive, without closing the descriptor.
         self._connections.shut_down()
-        # Else an operation still uses them: the sockets are closed with the job.
+        # If the queue is not idle, an operation still uses the sockets and the memory. The system
+        # would give a closed socket's descriptor to the next file, so the sockets stay open until
+        # the job is closed.
         if self._idle():
             self._connections.close()
             if self._transport is not None:

@@ -59,19 +59,28 @@ class MPIBackend(HostBackend):
         self._quietly = quiet_runner()
         self._members: WorldRanks | None = None
         self._large_host_arrays: LargeHostArrays | None = None
-        # True once the call executed last has begun to move data.
+        # True once the call executed last has begun to move data: after a failure MPI may then
+        # still use its arrays (keeps()).
         self._moving = False
+        # HostBackend would make the state, but the communicator needs it before: a failure of the
+        # group on another rank has to end the waits in its creation.
         engine, state = None, GroupState(context)
         if context.size > 1:
             self._members = members = world_ranks_of(context.job)
             self.communicator = GroupCommunicator(state, members)
+            # What all members can do replaces what this process can. A rank that passed addresses
+            # to MPI, or blocked in it, while others do not, would make calls that match none of
+            # theirs.
             self.cuda, self._single_threaded = members.cuda(context), members.single_threaded
             engine = MPIP2PEngine(self.communicator, self.thread_failed)
         self._direct = self.cuda.direct
         super().__init__(context, engine, state)
-        # The exchanges of an allocation.
+        # The exchanges of an allocation of symmetric memory have this name. They pass the queue and
+        # the agreement as every collective does, so the calls of the group have one order.
         self._collectives["symmetric_empty"] = self.execute
         if self.communicator is not None:
+            # This is last, because the watchdog's thread and the one that makes all calls of MPI
+            # may use the backend from here on.
             self.mpi.groups.add(self)
             watchdog.watch(self)
 
@@ -85,12 +94,15 @@ class MPIBackend(HostBackend):
 
     @classmethod
     def create(cls, context: Context) -> MPIBackend:
-        # The communicator watches the group, from before it is made.
+        # HostBackend.create() would register abort() now. The communicator has registered the state
+        # before, so that a failure on another rank also ends the waits in its creation.
         return cls(context)
 
     def set_delegate(self, backend: HostBackend) -> None:
         assert self.communicator is not None
         self._large_host_arrays = LargeHostArrays(self.communicator, backend)
+        # A call of this group may be waiting in the delegate, which has a state of its own: a
+        # failure that this rank finds has to end that wait, too.
         self.state.add_listener(backend.abort)
 
     def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
@@ -121,12 +133,17 @@ class MPIBackend(HostBackend):
         if execute is None:
             self._p2p.run(call)
         elif not buffers or buffers[0].count < _FEW:
+            # An array of so few elements is smaller than _LONG whatever its type, so the common
+            # small call pays one comparison and no look at its bytes.
             self.queue.run(execute, call)
         else:
             self.run_with(call, execute)
 
     def run_with(self, call: Call, execute: Execute) -> None:
         if self.needs_thread(call):
+            # The caller waits for the queue's thread and does not execute the call itself: if the
+            # call never returns from MPI, the watchdog can end this wait, but not a call of MPI on
+            # this thread.
             self.queue.post((call,), execute, on_thread=True).wait(None)
         else:
             self.queue.run(execute, call)
@@ -147,14 +164,16 @@ class MPIBackend(HostBackend):
         if call.op.name not in _NATIVE:
             return False
         if call.op.name in _MESSAGES:
-            # an eager message is in host memory
+            # An eager message is packed behind its header in host memory.
             return arrays[0].nbytes > EAGER_LIMIT
         if self._single_threaded and not self.mpi.nonblocking_takes_device:
-            # No call of MPI may block.
+            # On some rank one thread makes all calls of MPI, so no call of MPI may block. But only
+            # MPI's blocking collectives take addresses here.
             return False
         return call.reduce is None or is_native(communicator, call)
 
     def keeps(self, call: Call) -> bool:
+        # MPI cannot cancel a message: it may use the array until the peer has taken the message.
         return self._moving or call.op.name in _MESSAGES
 
     def execute(self, call: Call) -> None:
@@ -175,15 +194,21 @@ class MPIBackend(HostBackend):
                     if buffer.unpack is not None:
                         buffer.unpack()
         except (DeviceError, OperationTimeoutError) as e:
-            # An error of this rank's device alone.
+            # Nothing has told the other ranks: a device of this rank alone has failed, or a copy on
+            # it was not done by the deadline. An error of the group is in the state already, and
+            # all ranks have it.
             if state.error is None:
                 self.give_up(call, e)
             raise
         except DistError:
+            # The other ranks raise it, too: where it was made it has failed the group, or all ranks
+            # have found it.
             raise
         except self.mpi.MPI.Exception as e:
             raise self._mpi_error(communicator, call, e) from e
         except BaseException as e:
+            # A signal's handler has raised, or an array has. The others would take this rank's next
+            # call for this one, so the group fails.
             if state.error is None:
                 withdrawn = self.withdraw_or_give_up(
                     call, e, communicator.agreement.has_started(call)
@@ -191,23 +216,34 @@ class MPIBackend(HostBackend):
             raise
         finally:
             if not withdrawn:
-                # As call.ended, which costs more.
+                # This is call.ended without the property, whose call costs more.
                 state.last = call.seq, call.kind or call
             state.call = None
 
     def _perform(self, communicator: GroupCommunicator, call: Call) -> bool:
         """Compare the ranks' calls, then do this one; returns True if packed results have been
         copied back."""
+        # All ranks have to choose the same way, because each way is another sequence of calls of
+        # MPI. So what decides is the signature, which the agreement compares, and where that does
+        # not suffice one more value. A kind of small call that was made before has its memory in
+        # the agreement (small_calls), and a new one gets it from prepare_small_call(). Every other
+        # call is agreed on first, and then done by the delegate or by MPI's collective, which
+        # cannot be cancelled.
         small = communicator.small_calls.get(call.signature)
-        # Internal calls may have the signature of another size.
+        # Internal calls may have the signature of a call of another size, so operation, size and
+        # type are compared, too.
         if small is not None and small.op is call.op:
             inputs = call.inputs
-            # A barrier.
+            # A barrier has no data, so the agreement is all of it.
             if not inputs:
                 communicator.agreement.agree(call)
                 return False
             first = inputs[0]
             if first.count == small.count and first.dtype is small.dtype:
+                # MPI uses this memory only during an agreement, so it may be written now. The parts
+                # of the other ranks are overwritten by the next agreement, which starts after
+                # finish() has read them. No value is compared here, so the result of agree() says
+                # nothing.
                 small.own[...] = first.flat
                 communicator.agreement.agree(call)
                 small.finish(call)
@@ -222,6 +258,8 @@ class MPIBackend(HostBackend):
             if communicator.agreement.agree(call, made.value):
                 made.finish(call)
             else:
+                # The sizes or splits of the ranks differ, so what the agreement has carried does
+                # not fit the calls. It is not used, and the call starts again.
                 self._move(communicator, call, False)
         return False
 
@@ -230,6 +268,7 @@ class MPIBackend(HostBackend):
         and not negative."""
         name = call.op.name
         counts = None if equal or name not in ROOT_SIZED else self._sizes(communicator, call)
+        # From here on MPI may use the arrays of the call, also after an error.
         self._moving = True
         if (reduction := REDUCTIONS.get(name)) is not None:
             reduction(communicator, call, method_for(communicator, call, equal))
@@ -250,24 +289,32 @@ class MPIBackend(HostBackend):
         try:
             return exchange_sizes(call, context.rank, context.ranks, context.name, execute)
         except CollectiveMismatchError as e:
+            # All ranks have found the same difference; they raise one error, that of rank 0.
             communicator.mismatch(-1, 0, str(e))
         finally:
+            # The exchange, an internal call, may have set this. MPI has not had the arrays of the
+            # user's call yet.
             self._moving = False
 
     def _prepare_for(self, communicator: GroupCommunicator, call: Call) -> None:
         """Prepare the thread and the communicator for device addresses, if the call has any."""
         memory = device_memory(call)
+        # This is equal on all ranks that agree, because the signature covers whether arrays are
+        # passed by address.
         communicator.requires_blocking = (
             memory is not None and not self.mpi.nonblocking_takes_device
         )
         mpi_thread = self.mpi.mpi_thread
         if memory is not None and mpi_thread is not None:
+            # The device has to be current on the thread that calls MPI, which is not this one.
             mpi_thread.call(memory.bind)
 
     def _mpi_error(
         self, communicator: GroupCommunicator, call: Call, error: Exception
     ) -> DistError:
         """The error that all ranks raise after an error of MPI."""
+        # MPI may notice the end of a rank before the control plane's notice arrives. The error has
+        # to name that rank if there is one.
         peer = communicator.await_departure_notice()
         if peer is None:
             cause: DistError = DistBackendError(

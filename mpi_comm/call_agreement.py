@@ -90,10 +90,13 @@ class CallAgreement:
         self.pending = False
         mpi, comm = self._mpi.MPI, group.comm
         self._compares_all = self._size <= _COMPARE_ALL_LIMIT
+        # A multiple of 8, since the headers are compared as rows of 64-bit integers.
         self._stride = stride = min(_LARGEST_CONTRIBUTION, _MOST_GATHERED // self._size & ~7)
         self.room = stride - _HEADER.size if self._compares_all else 0
         if self._compares_all:
             self._received = bytearray(stride * self._size)
+            # What this rank sends lies where its part of the received memory is. So MPI_Iallgather
+            # works in place, and all headers are in one array, without a copy.
             self._header = memoryview(self._received)[stride * group.rank :][:stride]
             self._own_headers, self._headers = self._views_of_headers()
         else:
@@ -109,6 +112,8 @@ class CallAgreement:
         else:
             send, receive = [self._header, mpi.INT64_T], [self._received, mpi.INT64_T]
             self._start = lambda: comm.Iallreduce(send, receive, mpi.MAX)
+        # With an MPI thread each poll would be a switch to it and back. There complete() hands the
+        # request over, and that thread tests it.
         self._is_fast = self._messages is not None and self._mpi.mpi_thread is None
 
     def _views_of_headers(self) -> tuple[memoryview, memoryview]:
@@ -135,8 +140,14 @@ class CallAgreement:
         """
         seq, signature = call.seq, call.signature
         _PACK(self._header, 0, seq, signature, value)
+        # This is set before MPI gets the memory and stays set after an exception, so close() knows
+        # that the agreement may be in progress. No other agreement follows then: the group has
+        # failed.
         self.pending = True
         if self._is_fast:
+            # These are the first polls of GroupCommunicator.wait(), without the cost of calls. An
+            # exception in them loses no request, since the persistent ones belong to
+            # self._messages.
             messages = self._start()
             test = messages.Test
             for _ in self._group.spins:
@@ -146,11 +157,13 @@ class CallAgreement:
                 self._group.wait(messages)
         else:
             if not self._compares_all:
+                # The maximum of the complements is the complement of the minimum. So one reduction
+                # shows both, and with equal headers its result is this rank's own contribution.
                 _PACK(self._header, _HEADER.size, ~seq, ~signature, ~value)
             self._group.complete(self._start, ())
         self.pending = False
         if self._compares_all:
-            # Compared without creating Python objects.
+            # Memoryviews are compared without creating Python objects.
             equal = self._headers == self._own_headers
         else:
             equal = self._received == self._header
@@ -162,6 +175,8 @@ class CallAgreement:
             highest, lowest = (_HEADER.unpack_from(self._received, at) for at in (0, _HEADER.size))
             if (highest[0], highest[1]) == (~lowest[0], ~lowest[1]):
                 return False
+            # Maxima do not say which rank differs, so the error names the ranks by the reports that
+            # are requested of them.
             self._group.mismatch(-1, 0)
         for peer in range(self._size):
             seq, signature, _ = _HEADER.unpack_from(self._received, peer * self._stride)
@@ -190,10 +205,13 @@ class CallAgreement:
         completed. Returns True if no agreement is pending.
         """
         if not self.pending:
+            # Members that have started this agreement wait for the header of this rank. What it
+            # says does not matter any more: the group is closed.
             request = self._mpi.call(self._start)
         elif self._messages is not None:
             request = self._messages
         else:
+            # The thread that waited for the request has given it up, so nothing here can test it.
             return False
         deadline = time.monotonic() + _COMPLETION_S
         while time.monotonic() < deadline:

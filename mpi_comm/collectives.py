@@ -54,6 +54,8 @@ def _broadcast(group: GroupCommunicator, flat: Flat, mpi_type: Any, root: int) -
 def all_gather_into_tensor(group: GroupCommunicator, call: Call) -> None:
     """Every rank's array to all ranks, into one array."""
     source, out, mpi_type = flat_of(call.inputs[0]), flat_of(call.outputs[0]), _type(group, call)
+    # MPI_Allgather counts the elements of one contribution, so this, not the output, is what the
+    # limit applies to.
     if source.size > group.mpi.largest_count:
         _gather_one_by_one(group, source, split(out, [source.size] * group.size), mpi_type)
     elif flat_memory.overlap(source, out):
@@ -74,8 +76,8 @@ def _all_gather(
     group: GroupCommunicator, source: Flat, out: Flat, counts: Sequence[int], mpi_type: Any
 ) -> None:
     sent: Any = [source, mpi_type]
-    # the dispatcher has copied an input that overlaps the output elsewhere than in this rank's own
-    # place
+    # An overlap means that the input is this rank's own place in the output: an input that overlaps
+    # it elsewhere was copied by the dispatcher. MPI permits that only as IN_PLACE.
     if flat_memory.overlap(source, out):
         sent = group.mpi.MPI.IN_PLACE
     if len(set(counts)) == 1:
@@ -99,11 +101,16 @@ def all_gather(group: GroupCommunicator, call: Call, even: bool) -> None:
     chunks = [flat_of(b) for b in call.outputs]
     counts = [c.size for c in chunks]
     whole = flat_memory.contiguous_view(chunks)
+    # The displacements of MPI_Allgatherv count from the beginning of the output, so the sum of the
+    # sizes is limited. The signature covers the sizes, so all ranks choose alike.
     if sum(counts) > group.mpi.largest_count or (
         group.mpi.gathers_in_small_parts and max(counts) > _MOST_PARTS * max(1, min(counts))
     ):
         _gather_one_by_one(group, source, chunks, mpi_type)
     elif whole is not None and (even or _nbytes(chunks) <= PACK_LIMIT):
+        # A small list may be packed on one rank and contiguous on another, since MPI's call is the
+        # same. For a large list this way is taken only if the lists of all ranks are contiguous: a
+        # rank that has to copy would receive array by array, which are other calls.
         _all_gather(group, source, whole, counts, mpi_type)
     elif _nbytes(chunks) <= PACK_LIMIT:
         packed = flat_memory.empty(sum(counts), source)
@@ -130,6 +137,8 @@ def gather(group: GroupCommunicator, call: Call, counts: Sequence[int] | None) -
     chunks = [flat_of(b) for b in call.outputs]
     total = source.size * group.size if counts is None else sum(counts)
     if total * call.inputs[0].dtype.itemsize > PACK_LIMIT:
+        # A large list is received array by array, without packed memory for all. The total is known
+        # to all ranks, so all choose alike.
         if not chunks:
             _send(group, source, mpi_type, root)
         for i, chunk in enumerate(chunks):
@@ -202,6 +211,7 @@ def all_to_all(group: GroupCommunicator, call: Call, even: bool) -> None:
     assert call.out_counts is not None
     mpi_type = _type(group, call)
     limit = group.mpi.largest_count
+    # This is equal on all ranks: even splits have one size, and uneven ones are exchanged.
     large = (
         call.in_counts[0] > limit
         if even
@@ -216,6 +226,8 @@ def all_to_all(group: GroupCommunicator, call: Call, even: bool) -> None:
         sources, targets = split(source, call.in_counts), split(out, call.out_counts)
     else:
         sources, targets = [flat_of(b) for b in call.inputs], [flat_of(b) for b in call.outputs]
+        # Uneven lists have another total on each rank, so the ranks could not choose alike whether
+        # to pack.
         if even and _nbytes(sources) <= PACK_LIMIT:
             packed = flat_memory.empty(sum(call.out_counts), sources[0])
             _exchange(group, flat_memory.concatenated(sources), packed, call, even, mpi_type)
@@ -260,6 +272,8 @@ def _check_counts(group: GroupCommunicator, call: Call, total: int) -> bool:
     """
     mpi, size = group.mpi.MPI, group.size
     sent, expected = np.array(call.in_counts, np.int64), np.array(call.out_counts, np.int64)
+    # One reduction tells all ranks both things: a pair of ranks whose sizes differ, if there is
+    # one, and whether the arrays of some rank exceed MPI's counts.
     incoming, mismatch = np.empty(size, np.int64), np.array([0, total], np.int64)
     group.execute("Alltoall", [sent, mpi.INT64_T], [incoming, mpi.INT64_T])
     wrong = np.flatnonzero(incoming != expected)
@@ -269,6 +283,8 @@ def _check_counts(group: GroupCommunicator, call: Call, total: int) -> bool:
     if not mismatch[0]:
         return bool(mismatch[1] > group.mpi.largest_count)
     receiver, sender = divmod(int(mismatch[0]) - 1, size)
+    # The receiver alone knows both sizes. The others wait for its error, and write one without
+    # sizes only if it does not come.
     group.await_agreed_error(group.rank == receiver)
     ranks, context = group.context.ranks, group.context
     sizes = (

@@ -63,6 +63,7 @@ def split_into(packed: Flat, chunks: Sequence[Flat]) -> None:
 
 def device_memory(call: Call) -> DeviceMemory | None:
     """The device memory of a call's arrays; None if they are in host memory."""
+    # A barrier has no arrays.
     flat = (call.inputs or call.outputs)[0].flat if call.dtype is not None else None
     return flat.memory if isinstance(flat, DeviceFlat) else None
 
@@ -82,10 +83,13 @@ def contiguous_view(chunks: Sequence[Flat]) -> Flat | None:
     Always None in device memory: neighbours may be separate allocations, which MPI does not accept
     as one buffer.
     """
+    # The address of an empty array says nothing about its place.
     filled: list[Any] = [p for p in chunks if p.size]
     if len(filled) < 2 or isinstance(filled[0], DeviceFlat):
         return None
     base = filled[0].base
+    # Addresses alone do not suffice: separate arrays may lie side by side by chance, and the view
+    # keeps only one base alive.
     if base is None or any(p.base is not base for p in filled):
         return None
     at = address(filled[0])

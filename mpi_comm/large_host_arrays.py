@@ -38,7 +38,7 @@ class LargeHostArrays:
     def __init__(self, communicator: GroupCommunicator, backend: HostBackend) -> None:
         self.backend = backend
         self._communicator = communicator
-        # None until the first large call.
+        # None until the first large call or allocation, whose barrier decides it.
         self._usable: bool | None = None
 
     def move(self, call: Call, equal: bool) -> bool:
@@ -55,10 +55,13 @@ class LargeHostArrays:
         Raises:
             BackendUnavailableError: it allocates symmetric memory, and there is no shared memory.
         """
+        # The exchanges of an allocation have an operation of their own, which is not in the table.
         allocates = call.op.name not in OPS
         if not allocates and not self._is_faster(call, equal):
             return False
         communicator, backend = self._communicator, self.backend
+        # The delegate's own queue does not execute this call, and its slots ask that queue how long
+        # to poll before they sleep.
         backend.queue.in_background = communicator.in_background
         try:
             if self._usable is None:
@@ -66,9 +69,11 @@ class LargeHostArrays:
             if self._usable:
                 backend.perform(call)
         except DistError as e:
-            # All ranks raise it.
+            # All ranks raise it. The delegate has failed; this backend has to raise the error in
+            # later calls, too.
             communicator.state.abort(e)
             raise
+        # This is outside of the handler, because nothing has failed: the group stays usable.
         if allocates and not self._usable:
             raise BackendUnavailableError(f"{call.describe()}: {self.describe()}", op=call.op.name)
         return self._usable
@@ -85,6 +90,8 @@ class LargeHostArrays:
 
     def _determine_usable(self, call: Call) -> bool:
         barrier = ProxyCall(call, _BARRIER, (), (), call.timeout)
+        # The delegate compares its calls, too. The barrier belongs to the user's call, so its
+        # signature does not equal that of a barrier of the user.
         barrier.signature = hash((call.signature, _BARRIER.code))
         self.backend.perform(barrier)
         return self.backend.shares_memory

@@ -82,6 +82,8 @@ class ReductionMethod:
     ) -> None:
         self.type = group.mpi.types[dtype.name]
         self.kernel: Kernel = kernel_for(dtype, reduce)
+        # MPI specifies no order, and combines partial results. Rank order, and sums that need all
+        # contributions at once, are the kernel's.
         name = None if in_order or self.kernel.at_once else _native(dtype, reduce.name)
         self.op: Any = None if name is None else getattr(group.mpi.MPI, name)
         self.op_suffices = self.op is not None and self.kernel.plain
@@ -95,7 +97,8 @@ class ReductionMethod:
 def _method_for(group: GroupCommunicator, call: Call) -> ReductionMethod:
     dtype, reduce = call.inputs[0].dtype, call.reduce
     assert reduce is not None
-    # The factor can differ in every call.
+    # The factor can differ in every call, so its methods are not kept: the cache would grow with
+    # every call.
     if reduce.factor is not None:
         return ReductionMethod(group, dtype, reduce, group.in_order)
     key = (dtype.code << 8) | reduce.code
@@ -136,6 +139,7 @@ def _has_nan_or_negative_zero(buffer: Buffer) -> bool:
     bits, negative_zero = _FLOAT_BITS[flat.itemsize]
     if np.minimum.reduce(flat.view(bits)) == negative_zero:
         return True
+    # The maximum of an array with a NaN is a NaN.
     highest = np.maximum.reduce(flat)
     return bool(highest != highest)
 
@@ -208,6 +212,8 @@ def _reduce_to(
         for chunk in group.chunks(source):
             group.execute(function, [chunk, method.type], None, method.op, *rest)
         return
+    # MPI permits that input and output are the same memory only as IN_PLACE. So the contribution is
+    # put into the output first, whatever the input was.
     if source is not out:
         flat_memory.copy([(out, source)])
     for chunk in group.chunks(out):
@@ -245,8 +251,11 @@ def _reduce_chunks(
         _fold_chunks(group, method, chunks, out)
         return
     kernel = method.kernel
+    # MPI permits no overlap. The own chunk may be the output, and then the result goes to memory of
+    # its own first.
     overlaps = flat_memory.overlap(chunks[group.rank], out)
     limit = group.mpi.largest_count
+    # Sizes and operation are covered by the signature, so all ranks choose alike.
     if max(c.size for c in chunks) <= limit and (
         flat is not None or sum(c.nbytes for c in chunks) <= PACK_LIMIT
     ):
@@ -367,11 +376,14 @@ def _fold_chunks(
     group: GroupCommunicator, method: ReductionMethod, chunks: Sequence[Flat], out: Flat
 ) -> None:
     """Reduce chunk i of all ranks to rank i, segment by segment."""
+    # The shorter chunks take part with empty parts until the longest one is done: every rank has to
+    # make every exchange.
     longest = max(c.size for c in chunks)
     step = max(1, _step(out, group.size) // group.size)
     for start in range(0, longest, step):
         parts = [c[start : start + step] for c in chunks]
         share = _fold_share(group, method, np.concatenate(parts), [c.size for c in parts])
+        # The output may be the own chunk of the input. These elements of it have been sent already.
         out[start : start + step] = share
 
 
@@ -387,5 +399,6 @@ def _fold_prefix(
         gathered = np.empty(segment.size * size, segment.dtype)
         group.execute("Allgather", [segment, method.type], [gathered, method.type])
         before = np.split(gathered, size)[: group.rank + (not exclusive)]
+        # The exscan of rank 0 leaves its array as it is.
         if before:
             method.kernel.combine(before, segment, disjoint=True)

@@ -91,8 +91,12 @@ def prepare_small_call(group: GroupCommunicator, call: Call) -> SmallCall | None
         return None
     value = 0 if small.value is None else small.value(call)
     if value < 0:
+        # The parts of this rank are uneven. It agrees with this negative number, by which ranks
+        # that have made a SmallCall learn that the arrays of the agreement are of no use.
         return None
     own, arrays = group.agreement.contributions(flat.dtype, elements)
+    # The function that writes the results gets each call as its argument: a SmallCall that is kept
+    # refers to no array of the user.
     made = SmallCall(
         call.op, first.dtype, first.count, own, small.results(group, call, arrays), value
     )
@@ -168,7 +172,7 @@ def _reduce(group: GroupCommunicator, call: Call, arrays: list[Flat]) -> Finish:
 
 def _scan(group: GroupCommunicator, call: Call, arrays: list[Flat]) -> Finish:
     before = arrays[: group.rank + (not call.op.exclusive)]
-    # the exscan of rank 0 leaves its array as it is
+    # The exscan of rank 0 leaves its array as it is.
     return _all_reduce(group, call, before) if before else _nothing
 
 
@@ -181,7 +185,7 @@ def _reduce_scatter(group: GroupCommunicator, call: Call, arrays: list[Flat]) ->
 
 def _gather(group: GroupCommunicator, call: Call, arrays: list[Flat]) -> Finish:
     def finish(call: Call) -> None:
-        # There are outputs on the root only.
+        # Only the root of a gather has outputs.
         for buffer, array in zip(call.outputs, arrays, strict=False):
             flat_of(buffer)[:] = array[: buffer.count]
 

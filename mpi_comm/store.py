@@ -80,8 +80,9 @@ class _Server:
         self._comm = comm
         self._max_value = max_value()
         self._waiting: list[_WaitingRequest] = []
+        # The replies whose bytes MPI may still read, with their requests.
         self._sent: list[tuple[Any, bytes, int]] = []
-        # Open stores by process.
+        # How many open stores each other process has.
         self._clients: dict[int, int] = {}
         self._users = 0
         self._thread = LazyThread("unicoll-mpi-store")
@@ -91,12 +92,16 @@ class _Server:
     def _stop(self) -> None:
         """MPI is about to be finalized: receive that the other processes have closed their
         stores."""
+        # From here on the thread continues for the other processes only: handles of this one need
+        # not be closed at exit.
         self._stop_at = time.monotonic() + _DRAIN_S
         self._thread.join(2 * _DRAIN_S)
 
     def open(self) -> None:
         """A handle of this process was opened."""
         with self.changed.lock:
+            # The thread decides with this lock held that it ends, and then leaves another one to
+            # start. So it either sees this handle or is started again.
             self._users += 1
             if self._mpi.size > 1:
                 self._thread.start(self._serve)
@@ -121,6 +126,8 @@ class _Server:
             except WaitRequired as e:
                 refused = e
                 return None
+            # The thread clears the keys, once it has tried the requests of other processes that
+            # wait for them.
             if self.table.changed_keys:
                 self.changed.notify_all()
             return (reply,)
@@ -145,7 +152,7 @@ class _Server:
                 now = time.monotonic()
                 used = self._has_clients() or (self._users and self._stop_at == math.inf)
                 if not used or now >= self._stop_at:
-                    # For the next store.
+                    # A thread of this kind runs once, so the next store gets another one.
                     self._thread = LazyThread("unicoll-mpi-store")
                     return
             if now > spin_until:
@@ -153,6 +160,7 @@ class _Server:
 
     def _has_clients(self) -> bool:
         """True if another process has its store open, or waits for a reply."""
+        # A process that has died closes nothing.
         lost = self._mpi.lost
         waiting = [*self._clients, *(request.to for request in self._waiting)]
         waiting += [to for _, _, to in self._sent]
@@ -168,6 +176,8 @@ class _Server:
             source = status.Get_source()
             message.Recv([data, mpi.BYTE])
             self._handle_message(source, data)
+        # This may be the thread that makes all calls of MPI. No thread waits for that one while it
+        # holds the lock.
         with self.changed.lock:
             changed = bool(self.table.changed_keys)
             self.table.changed_keys.clear()
@@ -188,7 +198,7 @@ class _Server:
             return
         body = memoryview(data)[_ENVELOPE.size :]
         _, code, seconds = REQUEST.unpack_from(body)
-        # The first message of a handle: it was opened.
+        # The first message of a handle has no operation: it says that the store was opened.
         if not code:
             self._clients[source] = self._clients.get(source, 0) + 1
             return
@@ -246,6 +256,8 @@ class MPIStore(RequestStore):
         self._comm = comm
         self._server = server
         self._is_closed = False
+        # Rank 0 serves until all handles that it knows of are closed, so it has to know of this one
+        # before any request comes.
         if server is not None:
             server.open()
         elif mpi.rank != 0:
@@ -283,6 +295,7 @@ class MPIStore(RequestStore):
     def _request(
         self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str
     ) -> Sequence[bytes]:
+        # The upper half of the tags belongs to the checks before communicators are created.
         tag = _FIRST_REPLY + next(_tags) % (self._mpi.largest_tag // 2 - _FIRST_REPLY)
         self._send(_KIND_REQUEST, self._pack(op, fields, seconds, name), tag)
         data = self._await_reply(tag, seconds, name)
@@ -348,7 +361,7 @@ class MPIStore(RequestStore):
         if self._server is not None:
             self._server.close()
         elif not self._mpi.MPI.Is_finalized():
-            # Rank 0 has died.
+            # Rank 0 may have died, and then nobody needs the message.
             with suppress(DistNetworkError):
                 self._send(_KIND_CLOSE, seconds=_CLOSE_S)
 

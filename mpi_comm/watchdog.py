@@ -39,6 +39,7 @@ def watch(backend: MPIBackend) -> None:
     global _thread
     with _lock:
         _backends.add(backend)
+        # A thread that has failed is still in the variable.
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_run, name="unicoll-mpi-watchdog", daemon=True)
             _thread.start()
@@ -49,6 +50,7 @@ def _run() -> None:
         _serve()
     except BaseException as e:
         log.exception("the watchdog of MPI's collectives failed")
+        # Without the watchdog a collective that blocks in MPI might never end.
         for backend in list(_backends):
             backend.thread_failed(e)
 
@@ -58,6 +60,8 @@ def _serve() -> None:
     while True:
         time.sleep(_INTERVAL_S)
         with _lock:
+            # With the lock held: a backend that watch() adds is either seen here, or finds no
+            # thread and starts one.
             backends = [b for b in _backends if not b.closed]
             if not backends:
                 _thread = None
@@ -79,7 +83,7 @@ def _flush_sends(backends: list[MPIBackend]) -> None:
         try:
             mpi.make_progress()
         except mpi.MPI.Exception as e:
-            # An operation that fails for the same reason reports it.
+            # An operation that fails for the same reason reports the error.
             log.debug("a call of MPI between operations failed: %s", e)
 
 
@@ -93,7 +97,7 @@ def _check_backend(backend: MPIBackend) -> None:
         try:
             _check(backend, communicator)
         except Exception as e:
-            # The other groups are still checked.
+            # The thread goes on, so that the other groups are still checked.
             log.exception("the watchdog of group %r failed", backend.context.name)
             backend.thread_failed(e)
 
@@ -101,8 +105,10 @@ def _check_backend(backend: MPIBackend) -> None:
 def _check(backend: MPIBackend, communicator: GroupCommunicator) -> None:
     """End an operation that has been inside MPI for long, if its group failed, a member departed or
     it timed out."""
+    # Read once: the thread of the operation resets these when it ends.
     since, call = communicator.in_mpi_since, communicator.state.call
     if call is None or not since or communicator.abandoned_seq == call.seq:
+        # Nothing is in MPI any more, or the call has been given up before and is still in it.
         return
     peer = communicator.departed_member()
     error: DistError | None = communicator.state.error
@@ -110,9 +116,11 @@ def _check(backend: MPIBackend, communicator: GroupCommunicator) -> None:
         error = communicator.lost_error(peer)
     if error is None and time.monotonic() - since > call.timeout:
         error = operation_errors.timeout_error(communicator.context, call)
-    # It has just completed.
+    # The call may have ended while the error was made, which asks the other ranks for reports.
     if error is None or communicator.in_mpi_since != since:
         return
+    # Set before the call is ended: the program may then close the group, which does not wait for a
+    # call that it knows to be stuck.
     communicator.abandoned_seq = call.seq
     if communicator.in_background:
         _give_up(backend, communicator, error)

@@ -43,7 +43,8 @@ class NCCLBackend(DeviceBackend):
     def configure(self, options: Options) -> Config:
         config = super().configure(options)
         variables = settings(self.native.name)
-        # NCCL prefers it to the option if it is 0 or 1.
+        # NCCL prefers the variable to the option if it is 0 or 1. The backend has to know, because
+        # it sets one-sided operations up on blocking communicators only (one_sided.set_up).
         blocking = variables.get("NCCL_COMM_BLOCKING")
         return config if blocking not in ("0", "1") else replace(config, blocking=blocking == "1")
 

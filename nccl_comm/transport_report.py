@@ -147,7 +147,7 @@ def _within_host(own: Fact, peer: Fact, cuda: DeviceRuntime, environ: Mapping[st
     if peer["uuid"] == own["uuid"]:
         return "P2P (the same device)"
     reach = _reach(own, peer, cuda)
-    # Each process sees only its own device.
+    # The peer's device is not visible where each process sees only its own.
     if reach is None:
         return f"P2P where the devices allow it, else {shared or 'network'}"
     direct, atomic = reach
@@ -249,7 +249,7 @@ def _read(path: Path) -> dict[str, set[int]]:
     """By transport the ranks with which this process is connected; several processes may write to
     one file."""
     peers: dict[str, set[int]] = defaultdict(set)
-    # Reading a pipe might never end.
+    # The user may have named a pipe, whose reading might never end.
     if not stat.S_ISREG(path.stat().st_mode):
         return peers
     pid = str(os.getpid())

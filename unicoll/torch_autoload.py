@@ -61,7 +61,7 @@ def _find_in_env(rendezvous: Any) -> None:
             or "unicoll" not in (backend_of_init() or "").lower()
         ):
             return torchs_handler(*args, **options)
-        # Its handler is before this one.
+        # The plug-in registers a handler that comes before this one.
         import unicoll.torch_plugin  # noqa: F401
 
         return rendezvous._rendezvous_handlers["env"](*args, **options)
@@ -84,9 +84,9 @@ def _watch_with_first_group(c10d: Any) -> None:
 
                 watch()
         except Exception as error:
-            # The program must not depend on it.
+            # The program must not depend on the diagnosis.
             logs.logger("watch").warning("UNICOLL_WATCH: torch's groups are not watched: %s", error)
-        # watch() may have replaced it.
+        # A call of watch() may have replaced it.
         return c10d._new_process_group_helper(*args, **options)
 
     c10d._new_process_group_helper = helper

@@ -61,7 +61,8 @@ class XCCLBackend(DeviceBackend):
 
     def run(self, call: Call) -> PendingWork | None:
         arrays = call.inputs or call.outputs
-        # on a queue that is not in order a kernel would not wait for the events before it
+        # On a queue that is not in order a kernel would not wait for the events before it. So the
+        # call runs on the group's own stream, which is.
         if arrays and not self.runtime.in_order(arrays[0].stream):
             made = self.post((call,))
             made.wait(None)
@@ -80,15 +81,17 @@ class XCCLBackend(DeviceBackend):
                 self.runtime.set_device(resources.device)
                 issue(calls, resources, stream)
             except BaseException as e:
-                # Raised on the waiting thread.
+                # It is raised on the thread that waits.
                 errors.append(e)
             finally:
                 issued.set()
+            # This is true also after an error, or the stream would drop all later functions.
             return True
 
         self._issuing.put(run)
         while not issued.wait(_CHECK_S):
-            # The watchdog sets the error at the deadline.
+            # The watchdog fails the group at the deadline. Then the thread stays in oneCCL; `run`
+            # refers to the calls, so their arrays are kept until it returns.
             self._state.check()
         if errors:
             raise errors[0]
@@ -134,6 +137,7 @@ class HostXCCLBackend(DeviceBackend):
     def post(self, calls: Sequence[Call], stream: Any = None) -> StreamCompletion:
         for call in calls:
             for buffer in (*call.inputs, *call.outputs):
+                # The base uses addresses and devices, which buffers in host memory do not have.
                 if buffer.flat is not None:
                     buffer.ptr, buffer.device = buffer.flat.ctypes.data, _HOST
         return super().post(calls, stream)
@@ -148,7 +152,8 @@ class HostXCCLBackend(DeviceBackend):
                     functions.append(partial(_divide, kernel, flat_of(buffer), self.context.size))
                 if buffer.unpack is not None:
                     functions.append(buffer.unpack)
-                    # The stream does it.
+                    # The stream unpacks it, before the event that wait() waits for, so wait() must
+                    # not do it again.
                     buffer.unpack = None
         cast(HostRuntime, self.runtime).stream(stream).put(partial(_finish, functions, calls))
 
@@ -160,7 +165,7 @@ def _divide(kernel: Kernel, sum_: Flat, ranks: int) -> None:
 def _finish(functions: Sequence[Callable[[], None]], calls: tuple[Call, ...]) -> bool:
     """Do what is left after calls. It keeps their arrays until then, since oneCCL cannot be stopped
     writing to them."""
-    # Overflow and NaN are results.
+    # Overflow and NaN are results, not faults.
     with np.errstate(all="ignore"):
         for function in functions:
             function()

@@ -44,6 +44,8 @@ class HostStream:
     def put(self, function: Callable[[], bool]) -> None:
         """Have a function run after those before it; it returns False if it has failed."""
         with self._lock:
+            # It is started for each function, because an exception may have interrupted an earlier
+            # start.
             self._thread.start(self._work)
             self._pending += 1
         self._functions.put(function)
@@ -56,8 +58,11 @@ class HostStream:
         while (function := self._functions.get()) is not None:
             if not self.failed and not function():
                 self.failed = True
-            # It may refer to arrays.
+            # The function may refer to arrays, which a thread that waits for the next one would
+            # keep alive.
             del function
+            # After a failure the number stays above zero: the stream is never done, as its events
+            # never complete.
             if not self.failed:
                 with self._lock:
                     self._pending -= 1
@@ -111,6 +116,7 @@ class HostRuntime(DeviceRuntime):
 
     def facts(self, device: int) -> DeviceFacts:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # Each process counts as a device of its own, because two ranks on one device are refused.
         return DeviceFacts("host memory", f"host-{os.getpid()}", "", memory, (0, 0))
 
     def peer_access(self, device: int, other: int) -> tuple[bool, bool]:
@@ -160,6 +166,8 @@ class HostRuntime(DeviceRuntime):
             self._streams[stream].put(lambda: found.complete(number))
 
     def wait_event(self, stream: int, event: int) -> None:
+        # A wait is for the recording that is the last one now; the event may be recorded again
+        # before the stream comes to the wait.
         found = self._events[event]
         number = found.recorded
         if stream != HOST_STREAM and found.completed < number:

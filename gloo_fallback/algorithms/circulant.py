@@ -52,6 +52,7 @@ def reduce_blocks(
 ) -> None:
     """Block i, reduced over all ranks, to rank i; ``out`` may overlap a block."""
     rotated, starts = _rotated(connections, blocks)
+    # All blocks are copied before anything is sent, which is why ``out`` may overlap one of them.
     work = np.empty(starts[-1], kernel.acc)
     for block, start in zip(rotated, starts, strict=False):
         kernel.begin(work[start : start + block.size], block)
@@ -65,6 +66,7 @@ def reduce_blocks(
             (connections.rank - s) % connections.size,
         )
         connections.duplex(to, bytes_of(outgoing), frm, bytes_of(incoming))
+        # The received blocks are for the same ranks as the first ones that this rank still holds.
         kept = work[: incoming.size]
         kernel.ufunc(kept, incoming, out=kept)
     kernel.finish(work[: starts[1]], out, connections.size)
@@ -76,6 +78,7 @@ def gather_blocks(connections: Connections, blocks: Sequence[Flat]) -> None:
     work = np.empty(starts[-1], blocks[0].dtype)
     work[: starts[1]] = rotated[0]
     for s, after in reversed(_rounds(connections.size)):
+        # A round at most doubles the number of blocks, so the two parts do not overlap.
         outgoing, incoming = work[: starts[after - s]], work[starts[s] : starts[after]]
         to, frm = (
             (connections.rank - s) % connections.size,

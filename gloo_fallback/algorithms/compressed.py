@@ -116,6 +116,9 @@ class _CompressedAllReduce(ABC):
         self._rank, self._ranks = connections.rank, connections.size
         self._peers = [r for r in range(self._ranks) if r != self._rank]
         memory = np.empty((3, len(self._peers), 2 * self._size(longest)), np.uint8)
+        # There are two sets of outgoing messages: the next one is compressed while the sockets have
+        # not yet taken all of the last one. One set of incoming messages suffices, because each is
+        # decompressed before the next one is received.
         self._outgoing = [dict(zip(self._peers, part, strict=True)) for part in memory[:2]]
         self._incoming = dict(zip(self._peers, memory[2], strict=True))
         self._unsent: dict[int, list[Stripe]] = {}
@@ -143,6 +146,12 @@ class _CompressedAllReduce(ABC):
     def _step(self, k: int) -> None:
         """Send messages ``k``, receive messages ``k - 1``. Afterwards the results of the chunks ``k
         - 3`` are there."""
+        # The order decides. Message k is compressed into the memory of message k - 2, which has
+        # left completely in the step before. It may be sent to a rank at once only if message k - 1
+        # to that rank has left completely, as both use the same connections. Then message k - 1 of
+        # the others is received, while what is left of the own ones is sent. At the end the sockets
+        # get as much of message k as they take, so that they have something to send while this rank
+        # decompresses and reduces.
         ranks, rank, connections = self._ranks, self._rank, self._connections
         for to in self._peers:
             self._compress(self._contribution(to, k), self._outgoing[k % 2][to])
@@ -152,6 +161,8 @@ class _CompressedAllReduce(ABC):
                 if not self._unsent[to]:
                     connections.send_some(messages[to])
             for distance in range(1, ranks):
+                # All ranks go through the distances in the same order, so the rank from which this
+                # one receives sends to it at the same time.
                 to, frm = (rank + distance) % ranks, (rank - distance) % ranks
                 length = self._nbytes(rank, k - 1) + self._nbytes(frm, k - 3)
                 connections.finish(
@@ -204,6 +215,8 @@ class _CompressedAllReduce(ABC):
         codec, kernel = self._codec, self._kernel
         own, out = self._contribution(self._rank, k), self._result(self._rank, k)
         first, *others = (self._incoming[frm] for frm in self._peers)
+        # Message k has left completely, so its memory may be used for message k + 2. There the
+        # result is behind the contribution, which is compressed in the next step.
         result, *copies = (
             self._outgoing[k % 2][to][self._nbytes(to, k + 2) :] for to in self._peers
         )
@@ -214,9 +227,13 @@ class _CompressedAllReduce(ABC):
             for data in others:
                 codec.decode(data[compressed], loaded)
                 kernel.reduce_into(total, loaded)
+            # The own contribution is added last, and is not rounded. Only this rank adds up the
+            # block, so all ranks get the same bits whatever the order is.
             kernel.reduce_into(total, part)
             kernel.finish(total, total, self._ranks)
             codec.encode(total, result[compressed])
+            # This rank takes the compressed result as well: the others get no better one, and all
+            # have to have the same bits.
             codec.decode(result[compressed], out[piece])
         length = self._nbytes(self._rank, k)
         for copy in copies:
@@ -277,7 +294,9 @@ class ChunkedAllReduce(_CompressedAllReduce):
         self._bounds = [_bounds(size, connections.size) for size in sizes]
         self._next = 0
         longest = max(high - low for low, high in pairwise(self._bounds[0]))
-        # until the others' contributions, and results, have arrived
+        # The contributions to this rank's part of a chunk are needed for one step more than the
+        # chunk, until those of the others have arrived. The results are kept until the others'
+        # results for the same chunk have arrived, two steps after they were computed.
         self._own, self._own_results = np.empty((2, longest), dtype), np.empty((3, longest), dtype)
         super().__init__(connections, kernel, codec, longest, dtype)
 
@@ -290,6 +309,7 @@ class ChunkedAllReduce(_CompressedAllReduce):
         """
         k, self._next = self._next, self._next + 1
         self._chunk, self._into = chunk, result
+        # The caller overwrites the chunk in its next step, when this part of it is reduced.
         mine = self._contribution(self._rank, k)
         mine[:] = chunk[self._range(self._rank, k)]
         self._step(k)

@@ -60,6 +60,8 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
     leader = hierarchy.leader(root)
     if flat.nbytes <= SMALL:
         is_root = hierarchy.connections.rank == root
+        # Only the first ranks of the nodes exchange, so a root that is another rank passes its data
+        # to the first one through its slot.
         if leader and is_root:
             slots.next_slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
         slots.sync_step(call)
@@ -83,6 +85,8 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
             chain_broadcast(
                 internode, bytes_of(chunk), (internode.rank - node) % internode.size, node
             )
+            # The followers read the chunk after the next step, while the leader passes on the next
+            # chunk, for which it has the other slot.
             if arrays is None:
                 slots.next_slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
         slots.sync_step()
@@ -91,7 +95,8 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
         elif internode is None:
             chunk[:] = slots.last_slot(leader, 0, chunk.size, chunk.dtype)
     if arrays is not None:
-        # Until then the followers read the leader's array.
+        # The leader must not return before: its caller may change the array, which the followers
+        # read in place.
         slots.sync_step()
 
 
@@ -112,6 +117,8 @@ def _over_sockets(
 ) -> None:
     """An exact reduction, which needs the data of all ranks, not sums of hosts: over sockets, also
     within hosts."""
+    # The ranks of all nodes compare their calls first, as in every collective here. A rank in
+    # another call would otherwise wait in the slots, and this one in the sockets.
     hierarchy.agree(call)
     hierarchy.slots.sync_step()
     reduction(hierarchy.connections, call)
@@ -158,7 +165,7 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
             arrays,
         )
         return
-    # They begin where the codec's blocks do.
+    # A chunk is a whole number of the codec's blocks, so that each chunk begins where a block does.
     chunks = ChunkedArray(source, chunk_size - chunk_size % BLOCK)
     internode = hierarchy.internode()
     if internode is not None:
@@ -168,6 +175,7 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
         )
 
     def stream_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
+        # Only leaders call this, and only they have a stream.
         stream.step(sums, result)
 
     reduce_in_chunks(
@@ -267,11 +275,15 @@ def all_gather(hierarchy: HierarchyContext, call: Call) -> None:
     chunk_size = max(1, (SLOT - 64) // dtype.itemsize // (hierarchy.size + 1))
     packed = PackedBlocks(targets, hierarchy, chunk_size)
     result_offset = -(-chunk_size * dtype.itemsize // 64) * 64
+    # Empty arrays take a step, too: the calls are compared in it.
     starts = packed.starts or range(1)
     arrays = None
-    # Sizes in a list may differ.
+    # In a list the sizes may differ, and _symmetric_arrays takes the arrays of all ranks to be of
+    # one size.
     if call.op.joined and source.nbytes * hierarchy.size > SMALL:
         arrays = _symmetric_arrays(hierarchy, call, source)
+    # In step s all ranks contribute chunk s, the leader exchanges it, and all ranks copy what the
+    # leader has received of chunk s - 1.
     for s in range(len(starts) + 1):
         if s < len(starts) and arrays is None:
             chunk = source[starts[s] : starts[s] + chunk_size]
@@ -321,11 +333,17 @@ def gather(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None
     internode, root_node = hierarchy.internode(root), hierarchy.node_of(root)
     chunk_size = SLOT // source.itemsize
     sizes = counts or (source.size,) * hierarchy.size
+    # The sizes are compared in the first step. On the first rank of a node the result is there at
+    # once, on the others after one more step. On a node of which the root is not the first rank,
+    # the root moves the data and needs the result before, so this node compares in two steps of its
+    # own. The numbers of steps may differ between nodes, because the slots belong to a node.
     same, checked = True, counts is not None
     if not checked and hierarchy.leader(root):
         if not _agree_with_root(hierarchy, call):
             return False
         checked = True
+    # None stands for one more step behind the last chunk. The ranks that are not the first of their
+    # node learn in it whether the sizes agree.
     for i, start in enumerate(chain(range(0, max(1, *sizes), chunk_size), (None,))):
         if start is not None:
             chunk = source[start : start + chunk_size]
@@ -336,6 +354,8 @@ def gather(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None
             slots.sync_step()
         if not checked and i == 1 and not hierarchy.sizes_agree():
             return False
+        # If the sizes differ, ``same`` is False on all leaders: nothing moves, and the call has no
+        # effect.
         if start is not None and internode is not None and same:
             parts = [min(max(n - start, 0), chunk_size) for n in sizes]
             local = [
@@ -407,6 +427,8 @@ def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | Non
         hierarchy.node_of(root),
         hierarchy.leader(root),
     )
+    # A leader's slot has a part for each rank of its node. All nodes have to cut the arrays alike,
+    # so the largest node decides.
     stride = SLOT // max(len(members) for members in hierarchy.nodes) // out.itemsize * out.itemsize
     chunk_size = stride // out.itemsize
     sizes = counts or (out.size,) * hierarchy.size
@@ -439,7 +461,7 @@ def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
     messages."""
     connections, size, rank = hierarchy.connections, hierarchy.size, hierarchy.connections.rank
     sources, targets = exchanged_blocks(call)
-    # detects a rank in another call, which would not take part in the exchange of counts below
+    # Detects a rank in another call, which would not take part in the exchange of counts below.
     hierarchy.agree(call)
     table = over_sockets.agree_on_counts(connections, call)
     local = hierarchy.members
@@ -448,6 +470,9 @@ def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
     BlockExchange(
         hierarchy.slots, [sources[r] for r in local], [targets[r] for r in local]
     ).exchange(0, longest)
+    # All ranks go through the distances in the same order, so each message finds its receiver at
+    # the same distance. A rank may only send or only receive there, if one of the two others is on
+    # its own host.
     for distance in range(1, size):
         to, frm = (rank + distance) % size, (rank - distance) % size
         outgoing, incoming = bytes_of(sources[to]), bytes_of(targets[frm])

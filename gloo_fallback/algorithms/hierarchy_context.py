@@ -51,12 +51,14 @@ class HierarchyContext:
     def internode(self, root: int = -1) -> SubsetConnections | None:
         """The connections between the leaders, in the order of the nodes; None on ranks that are
         not leaders."""
+        # There is one object for each root, because it has the memory and the plans of exchanges.
         if root not in self._internode:
             self._internode[root] = self._find_internode(root)
         return self._internode[root]
 
     def _find_internode(self, root: int) -> SubsetConnections | None:
-        # The leader anyway.
+        # Such a root is the leader of its node anyway. All these roots share one object, and with
+        # it one memory for exchanges.
         if any(root == members[0] for members in self.nodes):
             return self.internode()
         leaders = tuple(root if root in members else members[0] for members in self.nodes)
@@ -74,6 +76,9 @@ class HierarchyContext:
         whatever the root is. A root that is not the first rank of its node waits for the result in
         one more step of its node.
         """
+        # The first step compares the calls within the node, so the first rank speaks for all of its
+        # node in the exchange. It makes its next step only after the exchange has succeeded, so
+        # whoever completes that step knows that all ranks agree.
         self.slots.sync_step(call)
         if (first := self.internode()) is not None:
             first.agree()
@@ -90,7 +95,10 @@ class HierarchyContext:
         if (first := self.internode()) is None:
             return False
         none = (0,) * first.size
+        # A difference within the node goes on as -1, which is different from the value of every
+        # other node, so all first ranks get None.
         found = first.exchange_checked(value if same else -1, 0, lambda _: none, np.dtype(np.uint8))
+        # The others read it after the next step, which this rank makes when it has the result.
         self.slots.publish_value(found is not None)
         return found is not None
 
@@ -103,6 +111,7 @@ class HierarchyContext:
 def reduce_node(kernel: Kernel, parts: Sequence[Flat], acc: Flat) -> None:
     """Reduce a node's contributions in rank order into an accumulator."""
     if kernel.storage == kernel.acc and kernel.plain and len(parts) > 1:
+        # This is one pass over the accumulator less than a copy and an addition.
         kernel.ufunc(parts[0], parts[1], out=acc)
         parts = parts[2:]
     else:
@@ -139,7 +148,7 @@ class PackedBlocks:
         self._shortest = int(self._sizes.min())
         self.starts = range(0, int(self._sizes.max()), chunk_size)
         self._chunk_size = chunk_size
-        # Index of each node's first block.
+        # These are the indices of each node's first block.
         self._firsts = [0, *accumulate(map(len, hierarchy.nodes))]
         first, last = self._firsts[hierarchy.node_index : hierarchy.node_index + 2]
         self._local = slice(first, last + 1)
@@ -151,7 +160,7 @@ class PackedBlocks:
         key = -1 if start + self._chunk_size <= self._shortest else start
         bounds = self._cached_bounds.get(key)
         if bounds is None:
-            # Few chunks are not full at a time.
+            # Chunks are used in their order, so few that are not full are in use at the same time.
             if len(self._cached_bounds) >= 8:
                 self._cached_bounds.clear()
             lengths = np.clip(self._sizes - start, 0, self._chunk_size)

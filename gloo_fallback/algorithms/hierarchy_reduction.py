@@ -52,6 +52,12 @@ def reduce_in_chunks(
     ``reduce_across`` writes the result of the chunk that was passed ``lag`` steps earlier;
     ``result`` is empty in the first ``lag`` steps, and ``sums`` in the last ones.
     """
+    # What is in the slots that step s publishes: each rank's contribution to chunk s, each
+    # follower's part of the sums of chunk s - 1, and the leader's result for chunk s - 2 - lag. All
+    # three were written between the steps s - 1 and s. Followers add while the leader is in the
+    # network, so the leader adds nothing unless it is alone. Arrays in place may be both input and
+    # output: a rank overwrites chunk s - 2 only after step s, and before that all ranks have added
+    # it up.
     slots, root = hierarchy.slots, call.root
     leader, internode = hierarchy.leader(root), hierarchy.internode(root)
     followers = [r for r in range(slots.size) if r != leader]
@@ -67,13 +73,16 @@ def reduce_in_chunks(
             return [array[start : start + size] for array in arrays]
         return [slot(r, 0, size, dtype) for r in range(slots.size)]
 
-    # The root waits for the result before it receives.
+    # A root that is not the first rank of its node does not take part in the comparison between the
+    # nodes. It waits for the result here, before it exchanges data with other leaders.
     if leader:
         hierarchy.agree(call, root)
     for s in range(len(sizes) + 2 + lag):
         if s < len(sizes) and arrays is None:
             source_chunks.pack(starts[s], slots.next_slot(slots.rank, 0, sizes[s], dtype))
         slots.sync_step(None if s or leader else call)
+        # This compares the calls of the nodes. The first rank makes the next step only after it,
+        # and no rank collects a result before that step.
         if s == 0 and not leader and (first := hierarchy.internode()) is not None:
             first.agree()
         if internode is None and s < len(sizes):
@@ -92,7 +101,9 @@ def reduce_in_chunks(
             elif followers:
                 _gather_sums(slots, followers, sums[:size], result_offset)
             else:
-                # The contribution of the previous step.
+                # This rank is alone on its host. No other rank writes its slots, so the next slot,
+                # which was that of the previous step, still has the contribution to the previous
+                # chunk.
                 reduce_node(
                     kernel, contributions(starts[s - 1], size, slots.next_slot), sums[:size]
                 )

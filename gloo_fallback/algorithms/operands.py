@@ -56,6 +56,8 @@ class NodeSums:
         self.storage = self.acc = kernel.acc
         self.ufunc = kernel.ufunc
         self._kernel = kernel
+        # This is the divisor of an average: all ranks count, while the algorithms over sockets pass
+        # the number of hosts.
         self._ranks = ranks
 
     def begin(self, acc: Flat, values: Flat) -> None:

@@ -39,6 +39,8 @@ from unicoll.errors import CollectiveMismatchError
 
 SMALL = 1 << 16
 """Maximum bytes at each rank after one exchange; larger operations use the bulk algorithms."""
+# A tree sends the whole array up to log2 n times in a row from one rank, a chain sends it once, in
+# segments, but over n - 1 hops. From this many bytes for each hop a broadcast uses the chain.
 _CHAIN = 1 << 16
 DIRECT_BYTES = 1 << 20
 """Bytes of all ranks' contributions that a direct reduction (deterministic, exact) holds at a
@@ -127,6 +129,8 @@ def all_reduce(connections: Connections, call: Call) -> None:
         compressed.all_reduce(connections, kernel, codec, source, out)
         return
     blocks, results = even_parts(source, connections.size), even_parts(out, connections.size)
+    # ``out`` may be the source: of it only this rank's block is written before all contributions
+    # have been sent.
     reduce_scatter_blocks(connections, kernel, blocks, results[connections.rank])
     all_gather_blocks(connections, results)
 
@@ -222,7 +226,7 @@ def _direct_reduce(
 ) -> None:
     """As :func:`_direct_reduce_scatter`; the root then collects the blocks."""
     size, rank = connections.size, connections.rank
-    # each block fits the working memory of _direct_reduce_scatter
+    # Each block fits the working memory of _direct_reduce_scatter.
     chunk_size = size * max(1, DIRECT_BYTES // size // source.itemsize)
     for start in range(0, source.size, chunk_size):
         segment = source[start : start + chunk_size]
@@ -231,6 +235,7 @@ def _direct_reduce(
         _direct_reduce_scatter(
             connections, kernel, [segment[bounds[r] : bounds[r + 1]] for r in range(size)], result
         )
+        # All contributions to this segment have been sent now, so ``out`` may be the source.
         if out is None:
             connections.send(root, bytes_of(result))
             continue
@@ -273,6 +278,8 @@ def gather(connections: Connections, call: Call, counts: Sequence[int] | None = 
     """Every rank's data to the root; False, without effect, if sizes differ and ``counts`` is
     None."""
     source, size = flat_of(call.inputs[0]), connections.size
+    # Without ``counts`` a rank knows only its own size. The comparison also says whether all sizes
+    # are equal; if they are not, the caller exchanges them and calls this again.
     if counts is None:
         small = source.nbytes * size <= SMALL
         block = source.nbytes if small else 0
@@ -288,6 +295,8 @@ def gather(connections: Connections, call: Call, counts: Sequence[int] | None = 
     if connections.rank != call.root:
         connections.send(call.root, bytes_of(source))
         return True
+    # The root receives from one rank after the other. What the others send meanwhile waits in the
+    # buffers of the sockets, so the root needs no memory for it.
     for i, buffer in enumerate(call.outputs):
         if i == connections.rank:
             flat_of(buffer)[:] = source
@@ -334,6 +343,7 @@ def all_to_all(connections: Connections, call: Call) -> None:
     """Block j of rank i becomes block i of rank j."""
     size, rank = connections.size, connections.rank
     sources, targets = exchanged_blocks(call)
+    # This exchange takes the place of agree(): it compares the calls as well.
     agree_on_counts(connections, call)
     targets[rank][:] = sources[rank]
     for distance in range(1, size):
@@ -359,6 +369,7 @@ def check_counts(state: GroupState, table: Flat) -> None:
     size = len(table)
     sent, expected = table[:, :size], table[:, size:].T
     if (sent != expected).any():
+        # All ranks have the same table and choose the first pair, so they raise the same error.
         i, j = np.argwhere(sent != expected)[0]
         context, call = state.context, state.call
         assert call is not None

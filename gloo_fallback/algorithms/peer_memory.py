@@ -59,10 +59,14 @@ def arrays_of_all(
             processes' memory; equal on all ranks.
         also: another array that the other ranks will read from this process's memory.
     """
+    # Every rank writes a row into its slot, and after one step all ranks read all rows and decide
+    # by them. So the decision is the same on all ranks, although each knows only its own arrays. A
+    # rank that cannot take part says so in its row, and still makes the step.
     memory, size, rank = slots.symmetric, slots.size, slots.rank
     found = [memory.locate(array) for array in own] if memory is not None else [-1]
-    # the number of arrays, -1 if they are not symmetric, and the locations; then likewise for
-    # reading, with addresses
+    # The row has the number of arrays, or -1 if they are not all symmetric, and then their
+    # locations. With ``may_read`` a second row has the same for reading, with addresses. Arrays in
+    # symmetric memory can be read as well, so they are not tested.
     row = slots.next_slot(rank, 0, 1 + size, _LOCATIONS)
     symmetric = in_place and -1 not in found
     row[0] = len(own) if symmetric else -1
@@ -88,7 +92,9 @@ def arrays_of_all(
     arrays = []
     for r, (row, count) in enumerate(zip(rows, counts, strict=True)):
         arrays.append(memory.view(row[1 + index], r, count, dtype) if row[0] else None)
-    # a rank that passes no array of a region may have dropped its own, and with it the mapping
+    # A rank that passes no array of a region may have dropped its own, and with it the mapping.
+    # Then it cannot read those of the others, who do not know that. One more step tells all ranks.
+    # Where all pass arrays of one region, each has it mapped, and the step is saved.
     regions = {memory.region_of(location) for row in rows for location in row[1 : 1 + row[0]]}
     if len(regions) > 1 or min(numbers) == 0:
         missing = any(a is None and n for a, n in zip(arrays, numbers, strict=True))
@@ -103,6 +109,8 @@ def _fetch(slots: Slots, target: Flat, rank: int, array: _Array) -> None:
         if address_of(target) != address_of(array):
             target[:] = array
         return
+    # The rank that owns the array may have died, or have raised an error and freed the array: this
+    # call then fails with the name of that rank.
     try:
         array.copy_to(target)
     except OSError as error:
@@ -111,6 +119,8 @@ def _fetch(slots: Slots, target: Flat, rank: int, array: _Array) -> None:
 
 def _must_read(slots: Slots, arrays: Sequence[_Array]) -> bool:
     """True if the arrays of the other ranks are in the memory of their processes."""
+    # The array of any other rank answers this, since either all of them are symmetric or all are
+    # read.
     return isinstance(arrays[slots.rank - 1], PeerArray)
 
 
@@ -124,7 +134,8 @@ def _reduce_read(
     for at in range(0, out.size, chunk_size):
         result = out[at : at + chunk_size]
         parts = [array[start + at : start + at + result.size] for array in arrays]
-        # This rank's slot is free until the next step.
+        # This rank's slot serves as working memory: no other rank reads it before the next step,
+        # and after that step nothing of it is read.
         for r in _others(slots):
             read = slots.next_slot(slots.rank, r * block, result.size, out.dtype)
             _fetch(slots, read, r, parts[r])
@@ -146,6 +157,7 @@ def broadcast(slots: Slots, call: Call, flat: Flat) -> bool:
         return False
     if slots.rank != call.root:
         _fetch(slots, flat, call.root, arrays[call.root])
+    # The root must not return before all have copied: its caller may change or free the array.
     slots.sync_step()
     return True
 
@@ -173,8 +185,13 @@ def all_reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat
         return False
     bounds = bounds_of(out.size, size)
     low, high = bounds[rank : rank + 2]
+    # Each rank writes only its own part of ``out``. No other rank reads that part of the source, so
+    # ``out`` may be the source in the first half. The results are read after a step, when all are
+    # there.
     if _must_read(slots, arrays):
         _reduce_read(slots, kernel, arrays, low, out[low:high])
+        # The other ranks need the address of the output, which the rows of the first step do not
+        # have.
         slots.publish_value(address_of(out))
         slots.sync_step()
         assert slots.peers is not None
@@ -184,6 +201,8 @@ def all_reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat
             _fetch(slots, out[part], r, outs[r][part])
     else:
         others = [array for r, array in enumerate(arrays) if r != rank]
+        # A result is computed in blocks, so that it is still in the cache when it is written to the
+        # arrays of the others. No other rank accesses this part of any array.
         chunk_size = _BLOCK // out.itemsize
         for start in range(low, high, chunk_size):
             stop = min(start + chunk_size, high)
@@ -197,6 +216,8 @@ def all_reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat
 
 def reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | None) -> bool:
     """Each rank reduces its part of all arrays, into the root's."""
+    # The other ranks write to the array that the root passes as its input, so it has to be the
+    # output, too.
     in_place = out is None or address_of(source) == address_of(out)
     counts = [source.size] * slots.size
     arrays = arrays_of_all(slots, call, [source], counts, source.dtype, in_place=in_place)
@@ -234,7 +255,8 @@ def scan(slots: Slots, call: Call, kernel: Kernel, flat: Flat) -> bool:
         return False
     low, high = bounds_of(flat.size, slots.size)[slots.rank : slots.rank + 2]
     chunk_size = _BLOCK // kernel.acc.itemsize
-    # this rank's slots are free until the next step
+    # This rank's slot serves as working memory until the next step: a sum in the accumulator type,
+    # and behind it a result.
     total = slots.next_slot(slots.rank, 0, chunk_size, kernel.acc)
     result = slots.next_slot(slots.rank, _BLOCK, chunk_size, kernel.storage)
     for start in range(low, high, chunk_size):
@@ -244,6 +266,8 @@ def scan(slots: Slots, call: Call, kernel: Kernel, flat: Flat) -> bool:
         for r in range(1 if call.op.exclusive else 0, slots.size):
             part = arrays[r][start:stop]
             if call.op.exclusive:
+                # The array of rank r has its contribution until its result is written there, so the
+                # result waits in ``out`` until the contribution has been added.
                 kernel.finish(acc, out, r)
                 kernel.reduce_into(acc, part)
                 part[:] = out

@@ -48,6 +48,8 @@ def chain_reduce(
     for start in range(0, source.size, chunk_size):
         own = source[start : start + chunk_size]
         if position == 0:
+            # The contribution is sent in the accumulator type, as the partial sums of later ranks
+            # are, so that all ranks of the chain receive in the same way.
             connections.send(after, bytes_of(np.ascontiguousarray(kernel.widen(own), kernel.acc)))
             continue
         partial = scratch[: own.size]
@@ -78,9 +80,13 @@ def chain_scan(
             total[...] = kernel.widen(own)
         else:
             connections.receive(rank - 1, bytes_of(partial), partial.nbytes)
+            # In an exscan two arrays are needed: the received one is this rank's result, and the
+            # sum with its own contribution goes on.
             total = partial.copy() if exclusive else partial
             if not (exclusive and last):
                 kernel.reduce_into(total, own)
+            # This comes after the own contribution has been added, because the result overwrites
+            # it.
             kernel.finish(partial, own, connections.size)
         if not last:
             connections.send(rank + 1, bytes_of(total))
@@ -94,6 +100,8 @@ def pair_reduce_scatter(
     longest = max(p.size for p in blocks)
     chunk_size = max(1, SEGMENT // kernel.storage.itemsize)
     staging = np.empty(min(chunk_size, longest), kernel.storage)
+    # Both ranks go through the longest block, also if their own one is shorter, because they still
+    # send the other one.
     for start in range(0, longest, chunk_size):
         outgoing, own = (
             blocks[1 - rank][start : start + chunk_size],
@@ -121,6 +129,8 @@ def ring_reduce_scatter(
     longest = max(p.size for p in blocks)
     width = min(chunk_size, longest)
     carry, spare = np.empty(width, kernel.acc), np.empty(width, kernel.acc)
+    # The first hop has the size of the element type, so half types are received into an array of
+    # their own.
     narrow = None if kernel.storage == kernel.acc else np.empty(width, kernel.storage)
     for start in range(0, longest, chunk_size):
         parts = [p[start : start + chunk_size] for p in blocks]

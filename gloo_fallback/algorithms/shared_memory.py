@@ -38,6 +38,7 @@ _CHUNK = 1 << 18
 """Bytes of a chunk that two ranks reduce: it stays in their caches."""
 _MOST_PARTS = 16
 """With more ranks a reduction in parts has no plan: its views would take too much memory."""
+# Each size and type of a call is a kind of its own, so a program may have any number of them.
 _MAX_PLANS = 512
 _COUNTS = np.dtype(np.int64)
 _bytes_of = np.ndarray.tobytes
@@ -88,6 +89,8 @@ def _make_plan(slots: Slots, call: Call, make: Callable[[Slots, Call], Any]) -> 
     if call.kind is not None:
         if len(slots.plans) >= _MAX_PLANS:
             slots.plans.clear()
+        # The views in a plan are those of the next slot. There are two slots, so a kind has two
+        # plans, one for even and one for odd steps.
         slots.plans[call.kind, slots.step & 1] = found
     return found
 
@@ -107,6 +110,7 @@ def broadcast(slots: Slots, call: Call) -> None:
     ):
         return
     chunk_size = SLOT // flat.itemsize
+    # An empty array takes a step, too: it compares the calls.
     for start in range(0, max(flat.size, 1), chunk_size):
         chunk = flat[start : start + chunk_size]
         shared = slots.next_slot(call.root, 0, chunk.size, flat.dtype)
@@ -133,7 +137,8 @@ def all_reduce(slots: Slots, call: Call) -> None:
     if slots.may_be_direct(out.nbytes):
         if peer_memory.all_reduce(slots, call, kernel, source, out):
             return
-        # Another slot is next now.
+        # The attempt has moved nothing, but it has made one step. So another slot is next, and the
+        # views of the first plan are those of a slot that other ranks may still read.
         plan = _make_plan(slots, call, _plan_all_reduce)
     _reduce_large(slots, call, plan, kernel, source, out)
 
@@ -145,6 +150,8 @@ def _plan_all_reduce(slots: Slots, call: Call) -> Plan:
     if size == 2 or size > _MOST_PARTS or source.nbytes > SLOT:
         return _CHUNKED
     dtype, parts = source.dtype, slices_of(np.diff(bounds_of(source.size, size)).tolist())
+    # A rank's own part is in no slot: it is read from its array. All other parts are at the place
+    # that they have in the array.
     contributions = [slots.next_slot(r, 0, source.size, dtype) for r in range(size)]
     results = [
         slots.later_slot(r, 0, part.stop - part.start, dtype) for r, part in enumerate(parts)
@@ -178,7 +185,7 @@ def reduce(slots: Slots, call: Call) -> None:
     if slots.symmetric is not None:
         if peer_memory.reduce(slots, call, kernel, source, out):
             return
-        # Another slot is next now.
+        # The attempt has made one step, as in all_reduce.
         plan = _make_plan(slots, call, _plan_all_reduce)
     _reduce_large(slots, call, plan, kernel, source, out)
 
@@ -210,6 +217,8 @@ def _reduce_by_both(
         slots.next_slot(rank, 0, chunk.size, dtype)[...] = chunk
         slots.sync_step(None if start else call)
         if out is not None:
+            # The other rank reads the slot and not the array, so this one may overwrite its array
+            # at once if it is the output.
             other = slots.last_slot(1 - rank, 0, chunk.size, dtype)
             both = [other, chunk] if rank else [chunk, other]
             kernel.combine(both, out[start : start + chunk_size])
@@ -225,8 +234,11 @@ def _reduce_in_parts(
     slots.sync_step(call)
     contributions = [*plan.contributions]
     contributions[slots.rank] = source[plan.own]
+    # The result is in the slot of the step before, which nobody reads any more: all ranks have
+    # signalled the first step of this call.
     kernel.combine(contributions, plan.result, disjoint=True)
     slots.sync_step()
+    # The other ranks have read only the slot, so ``out`` may be the source.
     if out is not None:
         out[plan.own] = plan.result
         for part, view in plan.read:
@@ -255,11 +267,13 @@ def _reduce_in_chunks(
             contribution[:low] = chunk[:low]
             contribution[high:] = chunk[high:]
         slots.sync_step(None if start else call)
+        # One step is made behind the last chunk, which publishes the results for it.
         if previous is not None and out is not None:
             _copy_results(slots, out, *previous, half)
         if not chunk.size:
             return
         parts = [slots.last_slot(r, 0, chunk.size, dtype)[low:high] for r in range(size)]
+        # This rank's own block has not been copied to the slot, because no other rank needs it.
         parts[rank] = chunk[low:high]
         result = slots.next_slot(rank, half, high - low, dtype)
         if high > low:
@@ -309,10 +323,8 @@ def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
     out, kernel = flat_of(call.outputs[0]), kernel_of(call)
     blocks = blocks_of(call.inputs, call.op.joined, slots.size)
     rank, dtype = slots.rank, out.dtype
-    nbytes = (
-        sum(block.nbytes for block in blocks) // slots.size
-        # Reading a small block is slower than the slots.
-    )
+    # The size of one block decides: reading small blocks is slower than the slots.
+    nbytes = sum(block.nbytes for block in blocks) // slots.size
     if slots.may_be_direct(nbytes) and peer_memory.reduce_scatter(
         slots, call, kernel, blocks, out, nbytes
     ):
@@ -363,6 +375,8 @@ def all_gather(slots: Slots, call: Call) -> None:
     source = flat_of(call.inputs[0])
     if plan.write is None:
         targets = blocks_of(call.outputs, call.op.joined, slots.size)
+        # The number is equal on all ranks, since all have to decide alike. That holds also where
+        # the sizes differ: every rank knows all of them.
         nbytes = sum(target.nbytes for target in targets)
         if not (
             slots.may_be_direct(nbytes)
@@ -418,7 +432,7 @@ def _plan_gather(slots: Slots, call: Call) -> Plan:
     if source.nbytes * slots.size > WHOLE:
         return Plan(None, None, None, value)
     views = [slots.next_slot(r, 0, source.size, source.dtype) for r in range(slots.size)]
-    # Only the root has outputs.
+    # Only the root has outputs; the other ranks read nothing.
     read = [*enumerate(views)] if call.outputs else []
     return Plan(views[slots.rank], read, None, value)
 
@@ -437,6 +451,8 @@ def _all_gather_chunks(
     """
     dtype, rank = source.dtype, slots.rank
     chunk_size = SLOT // dtype.itemsize
+    # The first chunk always goes through the slots if sizes are compared: only after that step do
+    # all ranks know that they are equal, and that they choose the same way for the rest.
     for start in range(0, max(largest, 1), chunk_size):
         chunk = source[start : start + chunk_size]
         slots.next_slot(rank, 0, chunk.size, dtype)[:] = chunk
@@ -489,6 +505,7 @@ def scatter(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bo
         for r, source in enumerate(sources):
             part = source[start : start + chunk_size]
             slots.next_slot(rank, r * stride, part.size, dtype)[:] = part
+        # With ``counts`` the calls were compared before, when their sizes turned out to differ.
         if start or counts is not None:
             slots.sync_step()
         elif not slots.sync_step_checked(call, value):
@@ -529,6 +546,7 @@ def all_to_all(slots: Slots, call: Call) -> None:
     """Block j of rank i becomes block i of rank j."""
     plan = slots.plans.get((call.kind, slots.step & 1)) or _make_plan(slots, call, _plan_exchange)
     rank, single = slots.rank, call.op.joined
+    # The sizes are written in each call, because other calls use the slot meanwhile.
     plan.head[...] = plan.counts
     if plan.chunk_size:
         inputs = call.inputs
@@ -553,7 +571,8 @@ def all_to_all(slots: Slots, call: Call) -> None:
         if largest > plan.chunk_size and not _exchanged_directly(
             slots, *exchanged_blocks(call), plan.chunk_size, largest
         ):
-            # Blocks of other ranks.
+            # The blocks of this rank are done, but others have larger ones. They need these steps,
+            # and a step needs all ranks.
             for _ in range(plan.chunk_size, largest, plan.chunk_size):
                 slots.sync_step()
         return
@@ -645,6 +664,7 @@ def _agree_on_counts(slots: Slots, plan: _ExchangePlan) -> int:
     """Compare the sizes of all ranks, which precede the blocks in the slots; returns the
     largest."""
     found = [*map(_bytes_of, plan.heads)]
+    # The sizes of the last call with this plan agreed, so equal bytes need no second comparison.
     if found != plan.seen[0]:
         rows = [np.frombuffer(row, _COUNTS) for row in found]
         table = np.stack([*rows[: slots.rank], plan.counts, *rows[slots.rank :]])
@@ -663,6 +683,8 @@ class BlockExchange:
     ) -> None:
         self._slots, self._sources, self._targets, self._head = slots, sources, targets, head
         self._dtype = sources[0].dtype
+        # It depends on the size of a slot only, and not on the blocks: every rank has to find the
+        # part for it without knowing the sizes of the others.
         self.chunk_size = (SLOT - head) // slots.size // self._dtype.itemsize
         self.stride = self.chunk_size * self._dtype.itemsize
 

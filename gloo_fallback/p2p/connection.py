@@ -69,9 +69,12 @@ class PeerConnection:
 
     def close(self) -> None:
         """Unregister the connection and release the rings; the endpoint closes the socket."""
+        # The mark comes first: a thread that has polled a ring without the lock looks at it once it
+        # holds the lock.
         self.closed = self.receiver.closed = True
         try:
             self._poll.unregister(self.descriptor)
+        # The endpoint may have closed the socket before, which removes it from the epoll object.
         except OSError:
             pass
         for ring in (self.sender.writer, self.receiver.reader):
@@ -91,9 +94,11 @@ class PeerConnection:
             return False
         if sender.outbox or sender.remainder:
             return True
+        # Without a ring no notices are sent, which may come while no receive waits, and stay
+        # unread.
         if sender.writer is None and sender.reader is None:
             return False
-        # the kernel still counts unsent bytes after the peer has reset the connection
+        # The kernel still counts unsent bytes after the peer has reset the connection.
         return self._queued(termios.TIOCOUTQ) > 0 and not self._reset
 
     # --- for the search of deadlocks --------------------------------------------------------------
@@ -119,6 +124,8 @@ class PeerConnection:
         if has_space is None:
             first = sender.outbox[0]
             return max(0, len(first.view) - first.offset - _most_buffered("tcp_wmem"))
+        # A full ring takes nothing until the peer reads. But a frame that is queued, or has come
+        # and is not read, may let one side go on, so the send is not reported as stuck then.
         return 0 if has_space or sender.frames_queued or not self.all_read else _MORE_THAN_ANY
 
     @property
@@ -130,7 +137,7 @@ class PeerConnection:
     def _reset(self) -> bool:
         """True if the peer can receive nothing any more."""
         poll = select.poll()
-        # Errors and a hang-up are always reported.
+        # Errors and a hang-up are reported whatever the mask is.
         poll.register(self.descriptor, 0)
         return bool(poll.poll(0))
 

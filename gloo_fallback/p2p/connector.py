@@ -40,7 +40,8 @@ class Connector:
         self.queue: deque[PendingMessage] = deque()
         self._engine = engine
         self._endpoint = endpoint
-        # Held while the queue changes.
+        # The engine's lock is held while the queue changes: the threads of the program add sends to
+        # it, and the progress thread takes them out.
         self._lock = engine.lock
         self._attempt_s = _ATTEMPT_S
 
@@ -68,11 +69,15 @@ class Connector:
 
         def postpone() -> None:
             seconds = time.monotonic() - started
+            # A blocking send connects on the thread of its caller, where no other send waits for
+            # it. Queued sends share the progress thread.
             if not queued or seconds < _ATTEMPT_S:
                 return
             with self._lock:
                 if any(other.call.peer != peer for other in self.queue):
                     raise _PostponedError
+                # While the progress thread connects, it runs no progress for the operations on
+                # existing connections.
                 if seconds >= self._attempt_s and engine.has_connected_operations():
                     self._attempt_s = min(2 * self._attempt_s, _MAX_ATTEMPT_S)
                     raise _PostponedError
@@ -81,6 +86,9 @@ class Connector:
             sock = self._endpoint.connect((context.name, MESSAGES, rank), check, postpone)
         except RankLostError as e:
             raise engine.lost_error(pending.call, rank, str(e)) from e
+        # The endpoint puts a new connection into its table first and passes it to add_connection()
+        # then. A thread that finds it in the table may be here in between, so it adds the
+        # connection itself; the second call does nothing.
         engine.add_connection(rank, sock)
 
     def connect_next(self) -> bool:
@@ -97,20 +105,26 @@ class Connector:
                 self.connect(pending, queued=True)
                 self._attempt_s = _ATTEMPT_S
             except _PostponedError:
-                # Those to other peers first.
+                # The sends to other peers come first. The sort is stable, so the sends to each peer
+                # keep their order.
                 with self._lock:
                     self.queue = deque(sorted(self.queue, key=lambda p: p.call.peer == peer))
                 return False
+            # The error ends this send alone; an exception that leaves the progress thread would
+            # fail the group.
             except BaseException as e:
                 error = e
         with self._lock:
             if not self.queue or self.queue[0] is not pending:
-                # Aborted meanwhile.
+                # The lock was not held during the attempt: the send has been aborted or has timed
+                # out meanwhile.
                 return True
             connection = engine.connection_to(peer)
             if error is not None:
                 self.queue.popleft()
                 engine.finish(pending, error)
+            # If the connection has ended since, the send stays in the queue and the next round
+            # connects again.
             elif connection is not None:
                 self.queue.popleft()
                 engine.change(connection.sender.enqueue, pending)

@@ -86,26 +86,33 @@ class P2PEngine:
         self.died = died
         self._endpoint = endpoint
         self._share = transport_preference() is not TransportPreference.TCP
+        # It is reentrant: functions that hold it call others that take it, and a finalizer or a
+        # signal's handler may make a call on the thread that holds it.
         self.lock = threading.RLock()
         self._connections: list[PeerConnection | None] = [None] * context.size
         self.open: dict[int, PeerConnection] = {}
         self.unsure = False
-        # What has not ended, wherever an interrupt has left it.
+        # The set has all operations that have not ended, for abort(): an interrupt may have kept
+        # one out of the queues or removed it from them.
         self._in_flight: set[PendingMessage] = set()
         self._matcher: MessageMatcher[PendingMessage, IncomingMessage] = MessageMatcher(
             context.size
         )
         self._connector = Connector(self, endpoint)
-        # operations that the group's failure ends, and its error, until they are finished
+        # Operations that the group's failure has ended wait here, with its error, for
+        # report_completed().
         self._ended: deque[tuple[PendingMessage, BaseException | None]] = deque()
-        # dropped connections: the peer, the operations that needed the connection, the error
+        # Dropped connections wait here: the peer, the operations that needed the connection, and
+        # the error. The search for the reason takes up to half a second, so report_completed()
+        # makes it without the lock.
         self._dropped: deque[tuple[int, list[PendingMessage], Exception | None]] = deque()
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._progress = ProgressEngine(self, spins)
         self._callbacks = CallbackThread("unicoll-callbacks")
         self._closed = False
-        # The connection that the next receive from any source polls first.
+        # The next receive from any source polls the connection at this place first.
         self._turn = 0
+        # This is the last line because it adds the connections that have come already.
         endpoint.listen(context.name, self.add_connection)
 
     # --- the operations ---------------------------------------------------------------------------
@@ -114,13 +121,18 @@ class P2PEngine:
         """Send, receive or probe, and return when the array may be used again."""
         if self._send_at_once(call) if call.inputs else self._receive_at_once(call):
             return
+        # A finalizer or a signal's handler may make this call while its thread runs progress for
+        # another one. The lock of progress is then not given back here.
         owner = self._progress.owner
         pending = None
         try:
+            # The name `pending` is set behind _accept(): if that raises an error of the library, it
+            # has cancelled the message itself, and an interrupt in it leaves an unknown state.
             posted = PendingMessage(call, None)
             self._accept(posted)
             pending = posted
             if not pending.completion.done():
+                # Only the progress thread connects for queued sends.
                 if self._connector.queue:
                     self._progress.wake_thread()
                 self._progress.until_done(pending)
@@ -129,20 +141,26 @@ class P2PEngine:
             if pending is not None and not pending.completion.done():
                 if not leaves_doubt(e):
                     self._cancel(pending)
+                # A receive of which nothing has come is as if it had not been made, so its
+                # interrupt does not fail the group.
                 elif self._take_back(pending):
                     mark_unchanged(e)
             raise
+        # The message has ended, so this only raises its error.
         pending.completion.wait(None)
 
     def _cancel(self, pending: PendingMessage) -> None:
         """Cancel a message that an error of the library has ended."""
         self._withdraw(pending)
         self._in_flight.discard(pending)
+        # A message that was cut has ended its connection, and with that other operations.
         self.report_completed()
 
     def _take_back(self, pending: PendingMessage) -> bool:
         """Cancel an interrupted receive or probe; False if it may have changed something."""
         with self.lock:
+            # A send may have left in part. A receive that is not posted any more has been matched,
+            # and data of the message may be in its array.
             if self.unsure or pending.call.inputs or pending not in self._matcher.posted:
                 return False
             self._matcher.cancel(pending)
@@ -161,8 +179,11 @@ class P2PEngine:
             completion.finish()
             return completion
         pending = PendingMessage(call, self._progress.until_done)
+        # The thread that ends the message may be the program's, in a wait for another one; an
+        # interrupt there must not lose callbacks.
         pending.completion.callback_thread = self._callbacks
         self._accept(pending)
+        # Maybe no thread ever waits for this message, so the progress thread has to run.
         if not pending.completion.done():
             self._progress.wake_thread()
         return pending.completion
@@ -174,6 +195,8 @@ class P2PEngine:
             self.state.check()
             if self._matcher.post_probe(pending):
                 return True
+        # The probe stays posted while this thread reads what has come. If another thread runs
+        # progress, that one reads.
         before = self._progress.owner == get_ident()
         try:
             if not before and self._progress.try_acquire():
@@ -188,13 +211,16 @@ class P2PEngine:
         """Send a small message in one system call; False if it was not sent, because another is
         queued before it."""
         connection = self._connections[call.peer]
+        # These are read without the lock. What has changed meanwhile is seen below, where the lock
+        # is held.
         if connection is None or self.state.error is not None:
             return False
         with self.lock:
             if self._connector.queue and self._connector.has_queued_send_to(call.peer):
                 return False
             if connection.sender.awaits_answer:
-                # The answer may be there.
+                # The peer's answer to the offer of a ring may have come; until it is read, messages
+                # use the socket.
                 self._receive_available(connection)
             if self.unsure:
                 return False
@@ -203,6 +229,8 @@ class P2PEngine:
             self.unsure = False
         if self._ended or self._dropped:
             self.report_completed()
+        # The socket has not taken all of the message. The rest leaves only if some thread runs
+        # progress.
         if connection.sender.blocked:
             self._progress.wake_thread()
         return sent
@@ -210,19 +238,25 @@ class P2PEngine:
     def _receive_at_once(self, call: Call) -> bool:
         """Receive a small message that is next in a sender's ring, if no other receive waits; False
         if none is."""
+        # An earlier receive gets the next message first, and an unexpected message is older than
+        # those in the ring.
         if call.op is PROBE or not self._matcher.empty(call.peer):
             return False
         rings = self._rings(call.peer)
-        # Of another thread, or of this one (see until_done).
+        # Another thread runs progress, or this one does so in an outer call (see until_done).
         if not rings or self._progress.owner:
             return False
         taken = False
         try:
+            # The poll tells the senders to send no notices. A thread that sleeps in epoll would
+            # then not be woken, so only the thread that runs progress may poll.
             if not self._progress.try_acquire():
                 return False
             sender = self._progress.poll_rings(rings)
             if sender is not None:
                 with self.lock:
+                    # The rings were polled without the lock. Since then another thread may have
+                    # posted a receive or dropped the connection, or the group may have failed.
                     if (
                         not (sender.closed or self.unsure)
                         and self._matcher.empty(call.peer)
@@ -238,7 +272,7 @@ class P2PEngine:
             self._progress.give_back(False)
             raise
         self._progress.release()
-        # the receive may have completed a queued send, or dropped the connection
+        # The receive may have completed a queued send, or dropped the connection.
         if self._ended or self._dropped:
             self.report_completed()
         return taken
@@ -263,6 +297,8 @@ class P2PEngine:
         rings = []
         for connection in connections:
             reader = connection.receiver.reader
+            # A message from this peer may come on the socket, or be announced there only, so polls
+            # of the rings could miss it.
             if reader is None or not reader.strong or not connection.receiver.shared:
                 return []
             rings.append((connection, reader))
@@ -273,6 +309,9 @@ class P2PEngine:
         call = pending.call
         self._in_flight.add(pending)
         try:
+            # A blocking send connects on its own thread and without the lock, because the attempt
+            # may last until its deadline; other threads go on meanwhile. It does not if an earlier
+            # send to this peer waits for the connection, which comes first.
             sends_now = bool(call.inputs) and not pending.background
             if (
                 sends_now
@@ -282,7 +321,10 @@ class P2PEngine:
             ):
                 self._connector.connect(pending)
             with self.lock:
+                # The group may have failed while this thread connected or waited for the lock.
                 self.state.check()
+                # A change was interrupted: the message is queued nowhere, and ends with the group,
+                # which fails.
                 if self.unsure:
                     pass
                 elif call.op is PROBE:
@@ -297,7 +339,7 @@ class P2PEngine:
                 else:
                     self._queue(pending)
         except DistError:
-            # The caller has no completion to wait for.
+            # The caller gets the error, and no completion that it could wait for.
             if not pending.completion.done():
                 self._cancel(pending)
             raise
@@ -307,7 +349,7 @@ class P2PEngine:
         """Queue a send behind earlier ones, also those that wait for the connection."""
         connection = self._connections[pending.call.peer]
         if connection is not None and connection.sender.awaits_answer:
-            # The answer may be there.
+            # The peer's answer to the offer of a ring may have come.
             self._receive_available(connection)
         if (
             connection is None
@@ -315,7 +357,7 @@ class P2PEngine:
             or self._connector.has_queued_send_to(pending.call.peer)
         ):
             self._connector.queue.append(pending)
-            # The thread that connects may sleep until data arrives.
+            # The progress thread, which connects, may sleep in epoll until data arrives.
             self._progress.wake()
             return
         self.change(connection.sender.enqueue, pending)
@@ -341,7 +383,8 @@ class P2PEngine:
             self.complete(message)
         self.finish(pending)
         if self._progress.active:
-            # The receiver may sleep until data arrives.
+            # The receive that has just ended may be that of a thread that sleeps in epoll until
+            # data arrives.
             self._progress.wake()
 
     # --- for ProgressEngine -----------------------------------------------------------------------
@@ -354,6 +397,8 @@ class P2PEngine:
         """True if any operation that needs no further connection is pending."""
         if self._matcher.posted:
             return True
+        # This is called without the lock, so the connections are copied: other threads add and drop
+        # some meanwhile.
         for connection in [*self.open.values()]:
             sender = connection.sender
             if sender.outbox or sender.remainder or sender.control_frames:
@@ -371,11 +416,15 @@ class P2PEngine:
         """Handle an epoll event of a connection."""
         with self.lock:
             connection = self.open.get(descriptor)
+            # The connection was dropped after epoll had reported the event.
             if connection is None:
                 return
             if event & select.EPOLLOUT:
                 self.change(connection.sender.flush)
+            # Errors and the end of the connection are found by reading.
             if event & ~select.EPOLLOUT:
+                # Only the rest of a long message is read at once. What else is there epoll reports
+                # again, because it is level-triggered.
                 for _ in range(_MAX_RECEIVES):
                     if (
                         not self._receive_available(connection)
@@ -393,7 +442,7 @@ class P2PEngine:
         try:
             connection.receiver.receive(self.buffer)
         except BlockingIOError as error:
-            # Of a signal's handler.
+            # A BlockingIOError without a number is that of a signal's handler.
             if error.errno is None:
                 raise
             found = False
@@ -407,6 +456,8 @@ class P2PEngine:
         holds the lock."""
         if self.unsure:
             return
+        # The mark is not cleared in a `finally`: an exception in the middle of the change has to
+        # leave it set, so that no thread uses the connection any more.
         self.unsure = True
         function(*arguments)
         self.unsure = False
@@ -420,6 +471,8 @@ class P2PEngine:
 
     def check_deadlines(self, now: float) -> None:
         """Check the group's error, deadlines and lost ranks; called every 0.1 s."""
+        # A call that fails the group does not end the messages itself (HostBackend.fail). The
+        # thread that runs progress does it here, if the control thread has not.
         if self.state.error is not None:
             self.abort()
             return
@@ -427,9 +480,11 @@ class P2PEngine:
         departed = control.departed if control is not None else {}
         died = operation_errors.first_dead_member(self.context)
         with self.lock:
+            # No other thread is within a change while this one holds the lock. So the mark is that
+            # of a thread which was interrupted in one and has not failed the group yet, or cannot.
             in_doubt = self.unsure
-            # the attempt to connect checks the first that waits for it, and names the address in
-            # its error
+            # The first send that waits for a connection is left out: the attempt to connect checks
+            # its deadline, and names the address in its error.
             operations = [*self._matcher.posted, *[*self._connector.queue][1:]]
             operations += [p for c in self.open.values() for p in c.sender.outbox]
             operations += [p for p in map(_receiver, self.open.values()) if p is not None]
@@ -440,8 +495,12 @@ class P2PEngine:
             peer = pending.call.peer
             if peer >= 0:
                 rank = self.context.ranks[peer]
+                # While there is a connection, what the rank sent before its end may still be in it;
+                # reading finds its end.
                 if rank in departed and self._connections[peer] is None:
                     self._end(pending, self.lost_error(pending.call, rank, departed[rank]))
+            # A receive from any rank that is matched already waits for the rest of a message from
+            # its source.
             elif died is not None and pending.call.source < 0:
                 self._end(pending, self.lost_error(pending.call, died, departed[died]))
             if now >= pending.deadline and not pending.completion.done():
@@ -463,8 +522,9 @@ class P2PEngine:
         """A connection was made from either side."""
         peer = self.context.ranks.index(global_rank)
         with self.lock:
-            # another thread may have dropped the connection, and closed its socket, since it
-            # arrived
+            # The engine may be closed, or another thread may have added this connection first (see
+            # Connector.connect). Or another thread has dropped it, and closed its socket, since it
+            # arrived: a closed socket cannot be registered.
             if self._closed or self._connections[peer] is not None or sock.fileno() < 0:
                 return
             connection = self._connections[peer] = PeerConnection(
@@ -484,6 +544,8 @@ class P2PEngine:
         pending = self._matcher.find_receive(peer, tag)
         if pending is None or not pending.call.accepts(code, len(body)):
             return False
+        # The receive is matched before its array is written: an interrupt may take a posted one
+        # back.
         self._matcher.match(pending, peer, tag, code, len(body))
         pending.view[: len(body)] = body
         pending.call.write_back()
@@ -498,10 +560,13 @@ class P2PEngine:
             self._matcher.match(pending, peer, tag, code, size)
             message.redirect_to(pending)
             return
-        # If it fails, the receive is still posted, and fails with the connection.
+        # This comes before the match: if there is no memory, the receive is still posted, and fails
+        # with the connection.
         message.allocate()
         if pending is not None:
             self._matcher.match(pending, peer, tag, code, size)
+            # The message is received to its end, because others follow it on the connection. The
+            # receive fails then, and the group stays usable.
             message.mismatched = pending
         else:
             for probe in self._matcher.add_unexpected(message):
@@ -541,7 +606,7 @@ class P2PEngine:
                 self._fail_operations(*dropped)
                 self._dropped.remove(dropped)
             except (IndexError, ValueError):
-                # Another thread was faster.
+                # Another thread was faster and has removed the entry.
                 continue
 
     def drop_connection(self, peer: int, error: Exception | None = None) -> None:
@@ -551,6 +616,8 @@ class P2PEngine:
             return
         self._connections[peer] = None
         del self.open[connection.descriptor]
+        # The descriptor is unregistered before forget() closes the socket: the system may give it
+        # to a socket of another thread then.
         connection.close()
         self._endpoint.forget((self.context.name, MESSAGES, self.context.ranks[peer]))
         operations = [*connection.sender.outbox, *self._matcher.cancel_all(peer)]
@@ -558,6 +625,7 @@ class P2PEngine:
         if receiver is not None:
             operations.append(receiver)
         if connection.receiver.message is not None:
+            # A later receive must not match a message whose rest will never come.
             self._matcher.discard(connection.receiver.message)
         if operations:
             self._dropped.append((peer, operations, error))
@@ -579,6 +647,8 @@ class P2PEngine:
             self._in_flight.difference_update(operations)
             return
         latest = max(pending.deadline for pending in operations)
+        # A peer that dies, leaves or fails the group closes its connections. The control plane says
+        # which it was, but its notice may come later than the end of the connection.
         member, why = self.state.find_ended_member(peer, latest) or (
             peer,
             f"{self.context.who(peer)} closed its connection",
@@ -628,7 +698,8 @@ class P2PEngine:
         with self.lock:
             for connection in self.open.values():
                 begun = pending.begun and pending in connection.sender.outbox
-                # The rest of the stream would be unreadable.
+                # Without the rest of this message the stream would be unreadable, so the connection
+                # ends.
                 if begun or _receiver(connection) is pending:
                     self.drop_connection(connection.peer)
                     return True
@@ -643,14 +714,16 @@ class P2PEngine:
         error = self.state.error
         assert error is not None
         with self.lock:
+            # Their waiters are woken by report_completed(), without the lock.
             self._ended.extend((pending, error) for pending in [*self._in_flight])
             self._matcher.cancel_all()
             self._connector.queue.clear()
             for peer in range(len(self._connections)):
                 self.drop_connection(peer)
-            # Nothing is left that could be wrong.
+            # No connection and no posted operation is left that could be in a wrong state.
             self.unsure = False
         self.report_completed()
+        # The operation for which a thread sleeps in epoll may have ended here.
         self._progress.wake()
 
     # --- for the search of deadlocks (MessageQueues) ----------------------------------------------
@@ -678,6 +751,8 @@ class P2PEngine:
             if connection is None or connection.closed:
                 return MessageState(delivered=not dials)
             delivered = connection.delivered and not dials
+            # A thread that runs progress reads what comes, so the buffers do not limit the peer's
+            # sends.
             receive_space = (
                 -1 if self._progress.active or self.pending() else connection.receive_space
             )
@@ -698,9 +773,11 @@ class P2PEngine:
 
     def close(self) -> bool:
         """Make all pending operations raise, and close the connections; True if all was sent."""
+        # This is asked first, because abort() drops the connections.
         unsent = self._unsent()
         with self.lock:
-            # A connection that arrives from now on would not be ended.
+            # A connection that arrived behind abort() would be registered at the epoll object,
+            # which is closed below.
             self._closed = True
         self.abort()
         self._progress.close()

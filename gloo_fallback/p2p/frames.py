@@ -55,6 +55,8 @@ class Waker:
 
     def wake(self) -> None:
         """Wake the thread, now or when it polls next; callable from any thread."""
+        # Without the lock close() could come between the check and the write, and the write would
+        # go to another file.
         with self._lock:
             if self.descriptor >= 0:
                 os.eventfd_write(self.descriptor, 1)
@@ -98,7 +100,7 @@ class PendingMessage:
             self.completion.before_wait = lambda _: progress(self)
         self.deadline = time.monotonic() + call.timeout
         self.view = memoryview(b"")
-        # Not a probe.
+        # A probe has no array.
         if buffers := call.inputs or call.outputs:
             flat: Flat = buffers[0].flat  # type: ignore[assignment]
             self.view = flat.view(np.uint8).data
@@ -144,6 +146,8 @@ class IncomingMessage:
         """
         try:
             storage: Flat = np.empty(self.size, np.uint8)
+        # The size comes from the peer. An OSError ends the connection to it; another exception
+        # would fail the group.
         except (MemoryError, ValueError, OverflowError) as error:
             raise OSError(errno.ENOMEM, f"no memory for a message of {self.size} bytes") from error
         self.view = storage.data

@@ -58,16 +58,17 @@ class ProgressEngine:
         self._engine = engine
         self._waker = Waker()
         self.poll.register(self._waker.descriptor, select.EPOLLIN)
-        # It knows its owner, so that a thread that is interrupted behind the acquisition can
+        # The lock knows its owner, so that a thread that is interrupted behind the acquisition can
         # release it (give_back).
         self._progress_lock = threading.RLock()
         self.owner = 0
         self._lock = threading.Lock()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
         self._thread = LazyThread("unicoll-messages")
-        # True if the progress thread will check for pending work.
+        # While this is True, the progress thread looks for pending work once more before it sleeps;
+        # it changes with the lock.
         self._thread_active = False
-        # Callers that wait to take over from the progress thread.
+        # This many callers wait to take progress over from the progress thread.
         self._waiters = 0
         self._closed = False
         self._checked_at = 0.0
@@ -77,7 +78,8 @@ class ProgressEngine:
         """Run progress until ``pending`` is done, or wait for it while another thread runs
         progress."""
         completion = pending.completion
-        # in a finalizer or a signal's handler that makes a call while this thread runs progress
+        # A finalizer or a signal's handler makes a call in the middle of another one of this
+        # thread, which runs progress already. The outer call releases the lock.
         held = self.owner != 0 and self.owner == get_ident()
         try:
             while not completion.done():
@@ -87,19 +89,27 @@ class ProgressEngine:
                     self._progress_until_done(pending)
                 else:
                     try:
+                        # Another caller runs progress. It stops with its own operation, so this
+                        # thread tries again in each tick.
                         completion.wait(_TICK_S)
                     except OperationTimeoutError:
-                        # Not done in this tick.
+                        # The operation has not ended in this tick, or has timed out: its error is
+                        # raised by the caller's wait.
                         now = time.monotonic()
-                        # The thread that runs progress has not checked it: it may never go on.
+                        # The thread that runs progress should have ended the operation by now. It
+                        # may have been interrupted, and never go on.
                         if now >= pending.deadline + _SLACK_S:
                             self._engine.check_deadlines(now)
         except BaseException as e:
             self.give_back(held)
+            # The exception has come in the middle of a change, and the lock is released. The group
+            # fails, because no thread can use that connection any more.
             if self._engine.unsure and leaves_doubt(e):
                 self._engine.fail(e)
             raise
         finally:
+            # This thread stops running progress, and no other thread may be waiting for what is
+            # left.
             if self._engine.pending():
                 self.wake_thread()
 
@@ -108,6 +118,7 @@ class ProgressEngine:
             while not pending.completion.done():
                 self._progress_once(pending)
         finally:
+            # This comes before the release, behind which another thread stores its own number here.
             self.owner = 0
             self._progress_lock.release()
 
@@ -122,7 +133,7 @@ class ProgressEngine:
     def give_back(self, held: bool) -> None:
         """Release the progress lock if the calling thread has it, and had it not before
         (``held``)."""
-        # As threading.Condition does.
+        # RLock._is_owned() is private, but threading.Condition calls it, too.
         if not held and self._progress_lock._is_owned():  # type: ignore[attr-defined]
             self.release()
 
@@ -141,6 +152,8 @@ class ProgressEngine:
             return True
         if self.owner == 0 or self.owner != self._thread.ident:
             return False
+        # The progress thread reads this number when it wakes, and stops if it is not 0; so it is
+        # raised before the thread is woken.
         self._waiters += 1
         try:
             self._waker.wake()
@@ -156,6 +169,8 @@ class ProgressEngine:
         with self._lock:
             if self._thread_active or self._closed:
                 return
+            # The mark is set last. If an interrupt comes before that, the next call wakes the
+            # thread again, and one wake-up too many does no harm.
             self._thread.start(self._work)
             self._wakeups.put(True)
             self._thread_active = True
@@ -173,14 +188,20 @@ class ProgressEngine:
                 connects = self._engine.has_queued_connects
                 self._engine.connect_pending()
                 if connects:
-                    # A caller that runs progress sleeps on other connections; its send may have
+                    # A caller that runs progress may sleep on other connections, while its send has
                     # left on the new one.
                     self._waker.wake()
+                # The lock makes this thread and wake_thread() take turns: either this look finds a
+                # new operation, or wake_thread() finds the thread inactive and wakes it.
                 with self._lock:
+                    # A caller that runs progress makes no connections, so this thread stays while
+                    # sends wait for one.
                     given_up = self._waiters and not self._engine.has_queued_connects
                     if self._closed or given_up or not self._engine.pending():
                         self._thread_active = False
                         break
+                # While a caller runs progress, this thread looks in each tick for sends that need a
+                # connection.
                 if not self._progress_lock.acquire(timeout=_TICK_S):
                     continue
                 self.owner = get_ident()
@@ -197,10 +218,11 @@ class ProgressEngine:
         caller waits for."""
         self._rounds = rounds = self._rounds + 1
         done = False
-        # One busy connection must not block the others.
+        # _spin() looks at one connection only. While that is busy, the others would never be read.
         if rounds % _FAIR_INTERVAL == 0:
             self.receive_available()
             done = pending is not None and pending.completion.done()
+        # If what has just come has ended the operation, the wait would last a whole tick.
         if not done and (pending is None or not self._spin(pending)):
             self._wait(pending)
         now = time.monotonic()
@@ -222,12 +244,15 @@ class ProgressEngine:
             for _ in range(self._spins):
                 if self._receive_shared(False) or self._serve_events(0):
                     return
+        # The rings are asked for notices before this thread sleeps. A message written before that
+        # is seen here, and a later one is announced on the socket, so none is missed.
         self._serve_events(0 if self._receive_shared(True) else _TICK_S)
 
     # --- polling ----------------------------------------------------------------------------------
 
     def poll_ring(self, reader: RingReader) -> bool:
         """Poll for data in a ring for a short time; True once there is some."""
+        # Each notice would cost the sender a system call while this side polls anyway.
         reader.await_data(False)
         return reader.poll(_POLLS * self._spins, self._yields)
 
@@ -266,7 +291,7 @@ class ProgressEngine:
                 try:
                     receive(buffer)
                 except BlockingIOError as error:
-                    # Of a signal's handler.
+                    # A BlockingIOError without a number is that of a signal's handler.
                     if error.errno is None:
                         raise
                     engine.unsure = False
@@ -287,6 +312,8 @@ class ProgressEngine:
         else:
             reader.await_data(False)
             for _ in range(self._yields):
+                # The queue of sends is read, which other threads change. Between the looks the lock
+                # is free for them.
                 with self._engine.lock:
                     if (
                         connection.receiver.has_shared_data
@@ -320,6 +347,7 @@ class ProgressEngine:
         """
         found = False
         with self._engine.lock:
+            # The connections are copied, because one that fails is removed within the loop.
             for connection in [*self._engine.open.values()]:
                 receiver = connection.receiver
                 reader = receiver.reader
@@ -353,12 +381,16 @@ class ProgressEngine:
 
     def close(self) -> None:
         """End the thread and release all resources, once nothing is pending; idempotent."""
+        # The thread sleeps in epoll or waits for a wake-up; both end.
         self._closed = True
         self._waker.wake()
         self._wakeups.put(False)
         self._thread.join(2.0)
-        # See until_done.
+        # A finalizer or a signal's handler closes the group while its thread runs progress (see
+        # until_done).
         held_here = self.owner == get_ident()
+        # If another thread still runs progress, the descriptors stay open: it would poll those of
+        # other files, to which the system gives the numbers of closed ones.
         if held_here or self._progress_lock.acquire(timeout=2.0):
             self._waker.close()
             self.poll.close()

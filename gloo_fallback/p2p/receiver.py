@@ -70,7 +70,7 @@ class MessageReceiver:
         self._channel = sock if isinstance(sock, Channel) else None
         self._share = share
         self._sender = sender
-        # Received bytes of an incomplete header.
+        # It has the bytes of a header whose rest has not come.
         self._partial_header = bytearray()
         self._offered: IncomingMessage | None = None
 
@@ -82,7 +82,7 @@ class MessageReceiver:
         try:
             return self.shared and self.reader is not None and self.reader.available > 0
         except OSError:
-            # Reading it raises the error.
+            # The position is invalid: the thread that reads the ring raises the error.
             return True
 
     @property
@@ -111,6 +111,7 @@ class MessageReceiver:
             self._receive_once(inbox)
             if self._channel is not None:
                 self._receive_pending(inbox)
+        # What was received may have queued an answer or a notice, for which the peer waits.
         if self._sender.control_frames:
             self._sender.flush()
 
@@ -123,11 +124,13 @@ class MessageReceiver:
         except BlockingIOError:
             if not self.receive_shared():
                 raise
+        # It is an OSError as well. Of a peer whose data was altered nothing more is received, not
+        # even from the ring.
         except TamperedError:
             raise
         except (OSError, EOFError):
             while self.receive_shared():
-                # What the peer has written before.
+                # The peer has written this before its connection ended, so it is still received.
                 pass
             raise
         else:
@@ -141,6 +144,7 @@ class MessageReceiver:
     def _receive_once(self, inbox: memoryview) -> None:
         message = self.message
         if message is not None and not message.shared:
+            # The rest of a long message is received at its destination, without a copy.
             got = self._sock.recv_into(message.view[message.got :], 0, _DONTWAIT)
             if not got:
                 raise EOFError
@@ -172,6 +176,8 @@ class MessageReceiver:
                 magic, kind, code, _, tag, first, second = HEADER.unpack_from(inbox, start)
                 start += HEADER.size
                 end = start + first
+                # A message that is complete in this buffer, and whose receive is posted, is copied
+                # to its array at once.
                 whole = kind == MESSAGE and end <= stop and magic == MAGIC and self._may_begin()
                 if whole and self._engine.deliver(self._peer, tag, code, inbox[start:end]):
                     start = end
@@ -195,6 +201,8 @@ class MessageReceiver:
             self._sender.answered(first)
         elif kind == MESSAGE and self._may_begin():
             self._begin_message(IncomingMessage(self._peer, tag, code, first))
+        # An answer or a notice may come at any time. An offer or a switch may not come within a
+        # message, nor once the ring is used.
         elif self.shared or self.message is not None:
             raise OSError(errno.EPROTO, "invalid frame")
         elif kind == OFFER and self.reader is None and 0 < first <= _MAX_OFFER:
@@ -239,6 +247,7 @@ class MessageReceiver:
         for _ in range(_MAX_READS):
             message = self.message
             if message is not None:
+                # A message that has begun on the socket comes before those in the ring.
                 count = reader.read(message.view[message.got :]) if message.shared else 0
                 if not count:
                     break
@@ -283,6 +292,8 @@ class MessageReceiver:
         if body is None:
             return False
         flat: Flat = buffer.flat  # type: ignore[assignment]
+        # The bytes are copied before skip() stores the new position, which permits the sender to
+        # overwrite them.
         flat.view(np.uint8).data[:size] = body
         reader.skip(size)
         if reader.must_notify():
@@ -300,7 +311,8 @@ class MessageReceiver:
         if reader is not None and not reader.strong:
             reader.written = written
             while self.shared and self.receive_shared():
-                # Messages that follow on the socket are later ones.
+                # Frames that follow on the socket are of later messages, so what was written to the
+                # ring before this notice is received first.
                 pass
         self._sender.flush()
 
@@ -312,6 +324,7 @@ class MessageReceiver:
                 raise OSError(errno.EOPNOTSUPP, "UNICOLL_TRANSPORT=tcp")
             self.reader = self._sender.reader = RingReader(bytes(offer.view))
         except OSError as e:
+            # An exception of a signal's handler does not mean that the ring cannot be mapped.
             if raised_by_handler(e):
                 raise
             error = e.errno or errno.EIO

@@ -140,6 +140,8 @@ class MessageSender:
             if writer.must_notify():
                 self.notify()
             return True
+        # The peer has mapped the ring: enqueue() sends the frame that switches to it first. It also
+        # sends the offer of a ring, which comes before the first message.
         must_switch = not self.shared and self.writer is not None and self.writer.ready
         if (
             size > INLINE_LIMIT
@@ -155,8 +157,12 @@ class MessageSender:
         except OSError as e:
             if raised_by_handler(e):
                 raise
+            # A Channel may have sent a part of its record. Its next send has to begin with the same
+            # data, as the remainder does.
             sent, self.peer_closed = 0, not isinstance(e, BlockingIOError)
         if sent < len(joined):
+            # The rest is a copy of the array's bytes. So the message counts as sent, and the caller
+            # may write to its array again.
             self.remainder = memoryview(joined)[sent:]
             self._block(not self.peer_closed)
         return not self.peer_closed
@@ -191,6 +197,10 @@ class MessageSender:
 
     def _advance(self) -> bool:
         """Make one step of sending; False if nothing is queued or the ring is full."""
+        # The order is that of the stream. The rest of a frame that has left in part has to follow
+        # it. So has the rest of a message that has begun on the socket. Control frames come between
+        # messages, and before the next one: an offer or a switch to the ring concerns the messages
+        # behind it. A message in the ring does not keep control frames from the socket.
         if self.remainder:
             self.remainder = self.remainder[self._sock.send(self.remainder, _DONTWAIT) :]
             return True
@@ -211,6 +221,7 @@ class MessageSender:
             return True
         if pending is None:
             return False
+        # No message is incomplete on the socket here, so all that follow may use the ring.
         if not self.shared:
             self._agree_on_ring()
         writer = self._ring_of(len(pending.view))
@@ -231,7 +242,8 @@ class MessageSender:
         except BlockingIOError as e:
             if not isinstance(self._sock, Channel) or raised_by_handler(e):
                 raise
-            # Part of its record may have left, so it must be sent next.
+            # A part of the Channel's record may have left, and its next send must have the same
+            # data. So the message counts as begun.
             sent = 0
         self.remainder = memoryview(data)[sent:]
         pending.offset = size if joined else max(0, sent - len(header))
@@ -241,10 +253,13 @@ class MessageSender:
     def _write(self, writer: RingWriter, pending: PendingMessage) -> bool:
         """Write the next part of a message to the ring; False if there is no space."""
         if not self._write_part(writer, pending):
+            # The notice is requested before the second try. Space that the peer makes before the
+            # request is seen by that try; later space is announced.
             writer.await_space()
             if not self._write_part(writer, pending):
                 return False
         if writer.must_notify():
+            # The notice is only queued: flush(), which calls this, sends it.
             self.control_frames += self._notice()
         return True
 
@@ -263,7 +278,7 @@ class MessageSender:
         else:
             pending.begun = writer.begin(code, tag, size)
             if pending.begun and not writer.strong:
-                # One notice for both.
+                # One notice announces both the header and the first bytes.
                 pending.offset = writer.write(pending.view)
         return pending.begun
 
@@ -282,6 +297,8 @@ class MessageSender:
         """Switch to the ring if the peer has mapped it; before the first message offer one to a
         peer on this host."""
         if self.writer is not None and self.writer.ready:
+            # The receiver reads the ring only behind this frame, so messages on the socket and in
+            # the ring stay in order.
             self.shared = True
             self.control_frames += frame(SWITCH)
         elif self._may_offer:

@@ -18,9 +18,13 @@ import time
 SEMAPHORE_BYTES = 64
 """Bytes reserved for one semaphore: a cache line; the C library's takes 32 bytes."""
 
+# Calls of such a library release the GIL, so the other threads of the process run while one
+# sleeps.
 _libc = ctypes.CDLL(None, use_errno=True)
 _FUTEX = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _number = _FUTEX.get(platform.machine(), 0)
+# The operations are those without FUTEX_PRIVATE_FLAG, with which the kernel would not find the
+# waiters of other processes.
 _WAIT, _WAKE, _ALL = 0, 1, 0x7FFFFFFF
 
 
@@ -54,6 +58,8 @@ def has_futex() -> bool:
 def sleep(address: int, expected: int, seconds: float) -> None:
     """Sleep while the 32-bit word at ``address`` is ``expected``, until woken, for ``seconds`` at
     most."""
+    # The result is not used: the word may have changed before, a signal may have ended the sleep,
+    # or the time has passed. The caller reads the word again in each case.
     limit = _Timespec.of(seconds)
     _syscall(_number, address, _WAIT, expected, ctypes.addressof(limit), None, 0)
 
@@ -82,5 +88,6 @@ def init_semaphore(address: int) -> None:
 
 def timed_wait(address: int, seconds: float) -> bool:
     """Wait for a semaphore; False after ``seconds``, or if a signal interrupted the wait."""
+    # The C function takes a time of the clock CLOCK_REALTIME, not a duration.
     limit = _Timespec.of(time.time() + seconds)
     return bool(_sem_timedwait(address, ctypes.addressof(limit)) == 0)

@@ -33,10 +33,12 @@ second one if ranks outnumber cores."""
 SLOW_SCATTER_MIN = 1 << 24
 """The same for a scatter where it reads slowly: through the slots the root makes all copies one
 after the other."""
+# No collective has as many bytes, so only scatters are read.
 _NEVER = 1 << 62
 _SAMPLE = 1 << 18
 _TIMED_COPIES = 5
-# Measured in the process's first group.
+# It is None until the first group of the process has measured it. It depends on the processor and
+# the system only, so later groups use the same result.
 _reads_are_fast: bool | None = None
 _TOKEN = np.dtype(np.int64)
 
@@ -117,6 +119,12 @@ def find_peer_memory(slots: Slots, oversubscribed: bool) -> PeerMemory | None:
     if slots.size == 1:
         return None
     setting = environment.choice("UNICOLL_PEER_MEMORY")
+    # The protocol has three steps. The first publishes the address of a random number in the memory
+    # of each process. Between the first and the second each rank reads those of all others, and the
+    # second tells all ranks whether every read has succeeded. Between the second and the third each
+    # rank measures, unless its process has done so. The third makes the decision the same on all
+    # ranks, which may have measured differently. The sample is alive until then, since others read
+    # it.
     sample = np.frombuffer(secrets.token_bytes(_TOKEN.itemsize), _TOKEN).repeat(
         _SAMPLE // _TOKEN.itemsize
     )
@@ -131,7 +139,8 @@ def find_peer_memory(slots: Slots, oversubscribed: bool) -> PeerMemory | None:
     )
     slots.sync_step()
     rows = [slots.last_slot(rank, 0, 5, _TOKEN).tolist() for rank in range(slots.size)]
-    # in another namespace of processes the number may be that of another one: the token shows that
+    # In another namespace of processes the number may be that of another process, which may even
+    # have readable memory at this address. The random number shows that.
     able = enabled and all(
         row[0] and _reads(row[1], row[2], row[3])
         for rank, row in enumerate(rows)
@@ -141,6 +150,8 @@ def find_peer_memory(slots: Slots, oversubscribed: bool) -> PeerMemory | None:
         return None
     fast = setting == "always" or _measure_reading(slots, *rows[slots.rank - 1][1:3])
     fast = slots.sync_step_checked(None, 0 if fast else -1)
+    # The ranks may differ in whether they outnumber their cores. Every rank has to choose the same
+    # way for a collective, so the largest minimum holds for all.
     pids, minimum = [row[1] for row in rows], max(row[4] for row in rows)
     return (
         PeerMemory(pids, minimum, minimum) if fast else PeerMemory(pids, _NEVER, SLOW_SCATTER_MIN)
@@ -158,6 +169,8 @@ def _measure_reading(slots: Slots, pid: int, address: int) -> bool:
     if _reads_are_fast is not None:
         return _reads_are_fast
     near = np.empty(_SAMPLE // _TOKEN.itemsize, _TOKEN)
+    # The contents do not matter, so it does no harm that the other rank writes its slot at the same
+    # time.
     own, other = (
         slots.next_slot(rank, 0, near.size, _TOKEN) for rank in (slots.rank, slots.rank - 1)
     )
@@ -167,7 +180,8 @@ def _measure_reading(slots: Slots, pid: int, address: int) -> bool:
         try:
             _copy(pid, address, address_of(near), near.nbytes)
         except OSError:
-            # The other rank has ended, which the next step reports.
+            # The other rank has ended, which the next step reports. The result is not kept: it says
+            # nothing about the system, so that the next group measures again.
             return False
         read = time.perf_counter()
         own[:] = near
@@ -193,6 +207,8 @@ def is_readable(array: Flat) -> bool:
         return True
     assert _read is not None
     start, copies = address_of(array), np.empty(2, np.uint8)
+    # Only the first and the last byte are tested. If memory between them cannot be read, the read
+    # fails in the call, and with it the group (Slots.unreadable).
     near = _Range(address_of(copies), 2)
     first_and_last = (_Range * 2)(_Range(start, 1), _Range(start + array.nbytes - 1, 1))
     return bool(_read(os.getpid(), ctypes.byref(near), 1, first_and_last, 2, 0) == 2)
@@ -210,6 +226,8 @@ def _reads(pid: int, address: int, expected: int) -> bool:
 def _copy(pid: int, source: int, target: int, nbytes: int) -> None:
     assert _read is not None
     done = 0
+    # One call moves at most 2 GiB, and stops before a page that it cannot read. The next call then
+    # returns the error.
     while done < nbytes:
         near, far = _Range(target + done, nbytes - done), _Range(source + done, nbytes - done)
         count = _read(pid, ctypes.byref(near), 1, ctypes.byref(far), 1, 0)

@@ -86,6 +86,8 @@ class _RingSide:
         self._segment = segment
         self._memory = segment.memory[start + _WORDS * 8 :]
         self._chunk = CHUNK if strong else _NOTICE_CHUNK
+        # It protects nothing. Its acquisition is a locked instruction, which is a full barrier on
+        # x86.
         self._barrier = threading.Lock()
 
     def close(self) -> None:
@@ -96,10 +98,14 @@ class _RingSide:
 
     def _take_flag(self, word: int) -> bool:
         """Clear the flag of the other side; True if it was set, so that a notice is necessary."""
-        # A full barrier: the position is visible before the flag is read.
+        # This is a full barrier: the position that this side has just stored is visible before the
+        # flag is read. Otherwise the processor could read the flag first. If the other side sets
+        # its flag and reads the old position in between, it sleeps, and this side sends no notice.
         with self._barrier:
             if not self.words[word]:
                 return False
+        # The other side may set the flag again before this store, which then erases it. The notice
+        # that follows wakes it in that case, too.
         self.words[word] = 0
         return True
 
@@ -138,9 +144,15 @@ class RingWriter(_RingSide):
         it."""
         at, need, free = self.position % RING, _ALIGN + _padded(len(data)), self.free
         left = RING - at
+        # The second case starts again at the beginning of an empty ring. Then all of the ring is
+        # free, and the skipped bytes and the message fit if the message needs no more than lies
+        # before the position, which is why the position has to be at least ``need``.
         if left < need or (self.strong and free == RING and at >= max(need, _RESTART)):
             if left + need > free:
                 return False
+            # Positions are multiples of the size of a header, so there is always room for one
+            # before the end. The position after the skipped bytes is not published here, but with
+            # the message: the reader never finds a skip without a message behind it.
             _HEADER.pack_into(self._memory, at, _SKIP, 0, 0, 0)
             self.position += left
             at = 0
@@ -149,6 +161,7 @@ class RingWriter(_RingSide):
         _HEADER.pack_into(self._memory, at, _MESSAGE, code, tag, len(data))
         _copy(self._memory[at + _ALIGN : at + _ALIGN + len(data)], data)
         self.position += need
+        # The position is stored last: on x86 a reader that sees it also sees the bytes before it.
         self.words[_WRITTEN] = self.position
         return True
 
@@ -158,6 +171,8 @@ class RingWriter(_RingSide):
             return False
         _HEADER.pack_into(self._memory, self.position % RING, _MESSAGE, code, tag, size)
         self.position += _ALIGN
+        # The header is published before any byte of the message, so that the reader can prepare the
+        # destination and read while the rest is written.
         self.words[_WRITTEN] = self.position
         return True
 
@@ -169,6 +184,9 @@ class RingWriter(_RingSide):
         """
         at = self.position % RING
         count = min(len(rest), self._chunk, RING - at)
+        # Only the last chunk of a message can need padding. The size of a chunk and what is left
+        # before the end of the ring are multiples of the padding unit, and the reader cuts by the
+        # same rule.
         padded = _padded(count)
         if padded > self.free:
             return 0
@@ -184,6 +202,9 @@ class RingWriter(_RingSide):
             left: bytes of the message that are not written yet.
             begun: True if its header is written.
         """
+        # These are the conditions of put, begin and write. If this were true and they refused, a
+        # thread that waits for space would not sleep. If it were false and they accepted, that
+        # thread would sleep although there is space.
         end = RING - self.position % RING
         if begun:
             return _padded(min(left, self._chunk, end)) <= self.free
@@ -195,6 +216,8 @@ class RingWriter(_RingSide):
     def await_space(self) -> None:
         """Ask for a notice once there is space; the caller then tries again before it sleeps."""
         self.words[_SPACE_AWAITED] = 1
+        # This is a full barrier: the flag is visible before the caller reads the position of the
+        # reader again.
         with self._barrier:
             pass
 
@@ -219,15 +242,19 @@ class RingReader(_RingSide):
             strong = where["strong"]
         except ValueError as error:
             raise OSError(errno.EPROTO, "invalid address of shared memory") from error
+        # One side would read positions from the memory while the other announces them in notices.
         if strong is not has_strong_ordering():
             raise OSError(errno.EOPNOTSUPP, "UNICOLL_MEMORY_ORDER differs")
         segment = open_offer(where)
+        # The token of the offer shows that this is a segment of this library, but not which kind.
+        # Positions are used modulo the size of a ring, which a segment of another size does not
+        # have.
         if len(segment.memory) != SharedSegment.START + _WORDS * 8 + RING:
             segment.close()
             raise OSError(errno.EPROTO, "not a ring")
         super().__init__(segment, strong)
         self.written = 0
-        # The position at the last check whether the sender waits.
+        # This is the position at the last check whether the sender waits for space.
         self._checked = 0
 
     @property
@@ -238,6 +265,8 @@ class RingReader(_RingSide):
             OSError: the sender's position is invalid.
         """
         count = (self.words[_WRITTEN] if self.strong else self.written) - self.position
+        # The sender can write these words at any time, so they are checked at each use. What
+        # follows relies on the range.
         if not 0 <= count <= RING:
             raise OSError(errno.EPROTO, "invalid position in a ring")
         return count
@@ -249,6 +278,8 @@ class RingReader(_RingSide):
         Raises:
             OSError: there is no header.
         """
+        # A skip is followed by a message at the start of the ring. Two skips in a row are an error
+        # of the sender, and are not followed.
         for _ in range(2):
             if not self.available:
                 return None
@@ -266,6 +297,8 @@ class RingReader(_RingSide):
     def body(self, size: int) -> memoryview | None:
         """The bytes after the next header, if the message has one chunk and all of it is
         available."""
+        # The sender never lets a message of one chunk wrap around the end, so that it can be given
+        # out as one view. A header that says otherwise is not followed.
         start = self.position % RING + _ALIGN
         if size > CHUNK or _ALIGN + size > self.available or start + size > RING:
             return None
@@ -274,6 +307,8 @@ class RingReader(_RingSide):
     def skip(self, size: int = 0) -> None:
         """Advance past the next header and the ``size`` bytes after it."""
         self.position += _ALIGN + _padded(size)
+        # The position is published only now: from here on the sender may overwrite the bytes that
+        # :meth:`body` has given out.
         self.words[_READ] = self.position
 
     def read(self, rest: memoryview) -> int:
@@ -286,6 +321,7 @@ class RingReader(_RingSide):
         count = min(len(rest), self.available, self._chunk, RING - at)
         _copy(rest[:count], self._memory[at : at + count])
         self.position += _padded(count)
+        # It is stored after the copy: the sender may overwrite the bytes from here on.
         self.words[_READ] = self.position
         return count
 
@@ -293,12 +329,16 @@ class RingReader(_RingSide):
         """Ask for a notice of data, or for none while this side polls; True if something was
         written already."""
         self.words[_DATA_AWAITED] = awaited
+        # This is a full barrier: the flag is visible before the position is read. So either this
+        # side sees the new position, or the sender sees the flag.
         with self._barrier:
             return self.position != (self.words[_WRITTEN] if self.strong else self.written)
 
     def poll(self, rounds: int, yields: int) -> bool:
         """Poll for data, then yield the processor between polls; True once data has come. Needs no
         lock."""
+        # These are local, because another thread may close the ring, which replaces the memory of
+        # this object. The old mapping lives as long as this view of it.
         words, position = self.words, self.position
         for _ in range(rounds):
             if words[_WRITTEN] != position:

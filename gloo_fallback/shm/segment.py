@@ -53,7 +53,7 @@ class SharedSegment:
         self.memory = memoryview(b"")
 
     # An exception of a signal's handler may end the creation of the segment, or its publication, at
-    # any point.
+    # any point. Then nobody calls close(), and the descriptor would stay open.
     def __del__(self) -> None:
         self.close_descriptor()
 
@@ -70,14 +70,19 @@ class SharedSegment:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
         block = (ctypes.c_ubyte * size).from_address(address)
-        # mmap.mmap keeps a descriptor, and does not close while the traceback of an error holds a
-        # view
+        # This is used in place of mmap.mmap, which keeps a descriptor, and does not close while the
+        # traceback of an error holds a view. Nothing is unmapped at the exit of the interpreter:
+        # arrays and threads may still use the memory, and the kernel unmaps it when the process
+        # ends.
         weakref.finalize(block, _munmap, address, size).atexit = False
         self.address = address
         self.memory = memoryview(block).cast("B")
 
     def close_descriptor(self) -> None:
         """Close the descriptor: no other process can map the segment any more. Idempotent."""
+        # The attribute is cleared first. An exception of a signal's handler may come right after
+        # os.close, and __del__ runs later: it would close the number again, which may by then be
+        # that of another file.
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -136,6 +141,8 @@ def create_published(
     ``prepare`` initializes the contents before the segment is published.
     """
     segment = location = None
+    # The contents are initialized before the address is published, because another rank may map and
+    # use the segment from then on. An error is published, too: the other ranks wait for the key.
     try:
         segment, location = create_offer(size)
         prepare(segment)
@@ -156,6 +163,8 @@ def create_private(size: int) -> SharedSegment:
 
 def _create(size: int) -> SharedSegment:
     segment = SharedSegment(os.memfd_create(_NAME, os.MFD_CLOEXEC))
+    # The kernel creates a memfd with all permissions for all users. Without them other users are
+    # refused also where the kernel would let them follow the link in /proc.
     os.fchmod(segment.descriptor, 0o600)
     os.ftruncate(segment.descriptor, size)
     segment.map(size)
@@ -168,6 +177,8 @@ def open_published(context: Context, name: str, check: Callable[[], None]) -> Sh
     ``check`` is called while waiting for that rank; it raises to stop the wait.
     """
     pauses = backoff(0.0005, 0.05)
+    # The store is asked again and again, instead of once with a timeout, so that the check notices
+    # a failure of the group, the deadline, and the end of that rank.
     while (published := context.job.store.try_get(f"shm/{context.name}/{name}")) is None:
         check()
         time.sleep(next(pauses))
@@ -177,7 +188,8 @@ def open_published(context: Context, name: str, check: Callable[[], None]) -> Sh
     try:
         return open_offer(location)
     except OSError:
-        # Another host, container or user, or no memory.
+        # That process is on another host, in another container or of another user, or there is no
+        # memory. None of these is an error: the ranks of this node use sockets then.
         return None
 
 
@@ -187,6 +199,8 @@ def create_offer(size: int) -> tuple[SharedSegment, dict[str, Any]]:
     Raises:
         OSError: no descriptor or no memory is available.
     """
+    # A descriptor number alone does not identify the memory: the process may have closed it, and
+    # opened another segment with the same number.
     token = secrets.token_hex(_TOKEN // 2)
     where = {"boot": boot_id(), "pid": os.getpid(), "size": size, "token": token}
     segment = _create(size)
@@ -203,6 +217,8 @@ def open_offer(location: dict[str, Any]) -> SharedSegment:
     Raises:
         OSError: it cannot be opened by this process, or it is another file.
     """
+    # The numbers are converted before they are put into a path, so that a text such as "../../file"
+    # cannot lead to another file.
     try:
         pid, fd, size = (int(location[name]) for name in ("pid", "fd", "size"))
         token = str(location["token"]).encode()
@@ -213,17 +229,21 @@ def open_offer(location: dict[str, Any]) -> SharedSegment:
         ) from error
     if not same_boot:
         raise FileNotFoundError(errno.ENOENT, "the segment is on another machine")
+    # O_NONBLOCK: a wrong address may name any open file of that process, for example a terminal or
+    # a device whose opening waits.
     segment = SharedSegment(
         os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     )
     status = os.fstat(segment.descriptor)
     is_own_memfd = (
-        # Root can open those of others.
+        # The kernel lets root open those of other users, who may be able to write addresses to the
+        # store.
         status.st_uid == os.geteuid()
         and status.st_nlink == 0
         and os.readlink(f"/proc/self/fd/{segment.descriptor}") == f"/memfd:{_NAME} (deleted)"
     )
-    # Touching a mapping beyond the end of the file raises SIGBUS.
+    # The size is compared before anything is mapped: touching a mapping beyond the end of the file
+    # raises SIGBUS, which ends the process.
     found = is_own_memfd and status.st_size == size and size >= _TOKEN and len(token) == _TOKEN
     if found:
         segment.map(size)

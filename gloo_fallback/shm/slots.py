@@ -45,6 +45,9 @@ _AWAITED = 1
 flag; words 2 to 5 are signatures."""
 _VALUE = 6
 """The first of two words, used alternately, that :meth:`Slots.publish_value` writes."""
+# These are yields of the processor before a thread sleeps. They are few where ranks outnumber
+# cores, and on the queue's thread, whose polls keep the interpreter from the threads of the
+# program.
 _YIELDS = 2000
 _OVERSUBSCRIBED_YIELDS = 20
 _BACKGROUND_YIELDS = 20
@@ -52,7 +55,9 @@ _PAGE, _OFFSET = 4096, 1024
 """Slots start ``_OFFSET`` bytes after the start of a page. memcpy ("rep movsb") is 10 times as slow
 on AMD's Zen 3 if the target is 1 to 31 bytes further in its page than the source; large arrays of
 NumPy start 16 bytes after the start of a page, those of PyTorch 64 bytes."""
+# The words are unsigned. Signatures and values may be negative, and are stored modulo 2^64.
 _MASK = (1 << 64) - 1
+# It is no time of the monotonic clock, on which times are not negative.
 _ARRIVED = -1.0
 
 
@@ -103,23 +108,33 @@ class Slots:
         self._slots: Flat = np.frombuffer(
             segment.memory, np.uint8, 2 * size * SLOT, _slots_start(size)
         ).reshape(2, size, SLOT)
+        # Making a view costs more than a look-up. :meth:`_slot` bounds the number of views, since
+        # each size of an array adds some.
         self._views: dict[tuple[int, int, int, int, Any], Flat] = {}
         self.step = 0
         self.plans: dict[Any, Any] = {}
         self.symmetric: SymmetricMemory | None = None
         self.peers: PeerMemory | None = None
+        # This lock is private, and held except within :meth:`sync_step`, which uses it as a full
+        # barrier. So neither call of it ever waits.
         lock = threading.Lock()
         lock.acquire()
         self._release, self._acquire = lock.release, lock.acquire
+        # The thread that learns of a failure of the group may not be the one that sleeps on a
+        # futex.
         state.add_listener(self._wake_sleepers)
 
     def close(self) -> None:
         """Release the memory."""
+        # The listener may still run on another thread. It uses addresses only, and the kernel
+        # refuses a wake at an address that is not mapped.
         self.state.remove_listener(self._wake_sleepers)
         self._views.clear()
         self.plans.clear()
         self._slots = np.zeros((2, self.size, 0), np.uint8)
         self._flags = memoryview(b"")
+        # The memory is unmapped when the last view is gone, so all references to views are dropped
+        # before.
         self._segment.close()
 
     def next_slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any]) -> Flat:
@@ -132,6 +147,8 @@ class Slots:
 
     def later_slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any]) -> Flat:
         """``count`` elements at byte ``start`` of a rank's slot for the step after the next one."""
+        # There are two slots, so the one after the next is the one of the last step. The other
+        # ranks may still read it: it must not be written before the next step is done.
         return self._slot(self.step & 1, rank, start, count, dtype)
 
     def _slot(self, turn: int, rank: int, start: int, count: int, dtype: np.dtype[Any]) -> Flat:
@@ -173,6 +190,10 @@ class Slots:
     def sync_step(self, call: Call | None = None) -> None:
         """Signal the next step and wait for the signals of all ranks; with ``call``, also compare
         signatures."""
+        # Each rank writes the words of its own row, except for _AWAITED, which the other ranks
+        # write. Signature and number have two places, used alternately like the slots: a rank that
+        # is a step ahead does not overwrite what others still compare. The flag is stored last,
+        # since it stands for everything that this rank has written and read before.
         last = self.step
         step = last + 1
         flags, mine = self._flags, self._mine
@@ -183,11 +204,17 @@ class Slots:
             flags[at] = signature
             flags[at + 1] = seq
         flags[mine] = self.step = step
-        # the flag must be visible before the awaited step is read: acquiring a lock is a full
-        # barrier on x86
+        # The flag must be visible before the awaited step is read: acquiring a lock is a full
+        # barrier on x86. A rank that is about to sleep stores the awaited step and then compares
+        # the flag again, in the kernel. With a barrier on both sides at least one of them sees the
+        # store of the other. Without this one a rank could sleep until its next look at the
+        # deadline.
         self._release()
         self._acquire()
-        # a rank that is late in the last step may have overwritten this one
+        # All other ranks write this word. One that still waits for the last step may have
+        # overwritten the step for which another one sleeps, so the last step counts, too. The word
+        # is never cleared: a rank may just be storing the next step, and clearing would erase it. A
+        # wake without a sleeper only costs a system call.
         if flags[mine + _AWAITED] >= last:
             futex.wake(self._address + 8 * mine)
         for other in self._others:
@@ -195,6 +222,9 @@ class Slots:
                 self._wait(other, step)
             if call is not None:
                 at = other + place
+                # The other rank cannot change these words before this one has signalled the next
+                # step. A rank whose step compares no call has an old number here, which differs as
+                # well.
                 if flags[at] != signature or flags[at + 1] != seq:
                     self.state.fail_mismatch(self.members[other // _WORDS], flags[at + 1])
 
@@ -211,6 +241,8 @@ class Slots:
         flags, place = self._flags, _VALUE + (self.step + 1 & 1)
         flags[self._mine + place] = value & _MASK
         self.sync_step(call)
+        # A negative value equals no unsigned word, so a rank that passes one gets False, as do all
+        # others.
         for other in self._others:
             if flags[other + place] != value:
                 return False
@@ -236,9 +268,14 @@ class Slots:
             if flags[other] >= step:
                 return
             yield_processor()
+        # The kernel compares 32 bits. They are the lower half of the flag, which on x86, where
+        # flags are used, is at the address of the flag.
         address = self._address + 8 * other
         checked = time.monotonic()
         while (seen := flags[other]) < step:
+            # The word is stored in each round, because another rank that waits for an earlier step
+            # may have overwritten it. The flag was read before: if it changes after that, the
+            # kernel refuses the sleep.
             flags[other + _AWAITED] = step
             futex.sleep(address, seen & 0xFFFFFFFF, TICK_S)
             checked = self._check_liveness(other // _WORDS, checked, lambda: flags[other] >= step)
@@ -252,6 +289,8 @@ class Slots:
             The time of the last check; ``_ARRIVED`` if the awaited signal had come when the check
             found a failure.
         """
+        # A sleep may end early, by a signal or by a wake that was meant for another process, so the
+        # time decides, and not the number of sleeps.
         now = time.monotonic()
         state = self.state
         if now - checked < TICK_S and state.error is None:
@@ -262,6 +301,8 @@ class Slots:
             if arrived():
                 return _ARRIVED
             raise
+        # Nothing like the end of a connection tells this rank that another one has died, so it asks
+        # the control plane and the kernel.
         member, control = self.members[other], state.context.job.control
         rank = state.context.ranks[member]
         if control is None or (
@@ -270,6 +311,8 @@ class Slots:
             return now
         if arrived():
             return _ARRIVED
+        # The kernel may show the end of the process before its notice has arrived, which says how
+        # the rank ended.
         reason = control.await_departure(rank) or f"{state.context.who(member)} died"
         state.fail(state.lost_error(member, reason))
 
@@ -283,6 +326,8 @@ class Slots:
     def _wake_sleepers(self, error: DistError) -> None:
         """Wake the thread that sleeps on a flag after the group has failed; sleepers of other
         processes sleep again."""
+        # The group's error is set before the listeners are called, so the thread finds it when it
+        # wakes. This thread does not know on which flag that one sleeps.
         for other in self._others:
             futex.wake(self._address + 8 * other)
 
@@ -296,6 +341,8 @@ class SemaphoreSlots(Slots):
         super().__init__(state, members, segment, spins)
         first = segment.address + SharedSegment.START + self.size * _WORDS * 8
         others = [r for r in range(self.size) if r != self.rank]
+        # There is one semaphore for each pair of ranks. With one for each waiting rank, two posts
+        # of a rank that is a step ahead could be taken for a post of a rank that is late.
         self._to = [_semaphore(first, self.size, self.rank, r) for r in others]
         self._from = [(r, _semaphore(first, self.size, r, self.rank)) for r in others]
 
@@ -315,6 +362,9 @@ class SemaphoreSlots(Slots):
             place = 2 + 2 * (step & 1)
             flags[mine + place] = signature
             flags[mine + place + 1] = seq
+        # All posts come before the first wait, since every rank waits for all others. They also
+        # publish the plain words above: POSIX orders what precedes a post before what follows the
+        # matching wait.
         self.step = step
         for semaphore in self._to:
             futex.post(semaphore)
@@ -337,6 +387,8 @@ class SemaphoreSlots(Slots):
                 return
             os.sched_yield()
         checked = time.monotonic()
+        # The look whether the signal has come takes the post from the semaphore. So _ARRIVED has to
+        # end the loop: another wait would need a second post.
         while not futex.timed_wait(semaphore, TICK_S):
             checked = self._check_liveness(rank, checked, lambda: futex.try_wait(semaphore) == 0)
             if checked == _ARRIVED:
@@ -353,6 +405,7 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
+        # The process exists, and belongs to another user.
         pass
     return True
 

@@ -62,6 +62,8 @@ class _Region:
         self.number = number
         self.stride = stride
         self.start = segment.address + SharedSegment.START + rank * stride
+        # The reference is weak: the memory must be unmapped with the array of the user, not with
+        # the group. ``memory.obj`` is the object whose finalizer unmaps it.
         self._block: weakref.ref[Any] = weakref.ref(segment.memory.obj)
 
     @property
@@ -73,6 +75,8 @@ class _Region:
     def view(self, rank: int, offset: int, count: int, dtype: np.dtype[Any]) -> Flat | None:
         """Elements of a rank's part from byte ``offset`` on; None if the memory is no longer
         mapped."""
+        # The strong reference is taken before the test, so the memory cannot be unmapped between
+        # the test and the new view.
         block = self._block()
         if block is None or offset + count * dtype.itemsize > self.stride:
             return None
@@ -88,7 +92,8 @@ class SymmetricMemory:
 
     def __init__(self) -> None:
         self.allocations = 0
-        # by address; replaced, since other threads may look for an array
+        # The regions are sorted by address. The tuple is replaced as a whole and never changed,
+        # since other threads may look for an array at the same time without a lock.
         self._regions: tuple[_Region, ...] = ()
 
     def allocate(
@@ -110,6 +115,11 @@ class SymmetricMemory:
             DistArgumentError: the ranks pass different sizes.
             DistBackendError: there is no memory, or no descriptor.
         """
+        # There are three exchanges, which all ranks make whatever fails on one of them: of the
+        # sizes, of the addresses of the segments, and of the reasons for failures. No rank raises
+        # an error of its own before the last one, or the others would wait for it. The first
+        # exchange may be the first collective of the group, which selects the transport, so
+        # ``members`` is called after it.
         text = f"symmetric_empty({dtype.name}{list(shape)})"
         nbytes = dtype.itemsize
         for size in shape:
@@ -128,6 +138,8 @@ class SymmetricMemory:
                 op="symmetric_empty",
                 group=context.name,
             )
+        # The allocation is counted after the sizes have agreed, which all ranks find alike, so the
+        # numbers stay equal on all ranks also after one that has failed.
         self.allocations += 1
         near = members()
         stride = -(-max(nbytes, 1) // _PAGE) * _PAGE
@@ -136,6 +148,7 @@ class SymmetricMemory:
             if context.rank == near[0] and len(near) > 1:
                 segment, offer = create_offer(SharedSegment.START + len(near) * stride)
         except (OSError, OverflowError) as e:
+            # The error is not raised here, but in the last exchange, on all ranks.
             reason = f"{stride * len(near)} bytes of shared memory: {e}"
         try:
             offers = exchange(offer)
@@ -159,10 +172,14 @@ class SymmetricMemory:
         if segment is None:
             return np.zeros(shape, dtype.storage)
         region = _Region(self.allocations, segment, near.index(context.rank), stride)
+        # Regions whose arrays are gone are dropped here, so their number does not grow with the
+        # allocations.
         regions = [*(each for each in self._regions if each.alive), region]
         self._regions = tuple(sorted(regions, key=_start))
         count = nbytes // dtype.itemsize
         offset = SharedSegment.START + near.index(context.rank) * stride
+        # From here on only the array keeps the mapping. No descriptor is needed any more: in the
+        # last exchange all ranks have reported that they have mapped the segment.
         array = np.frombuffer(segment.memory, dtype.storage, count, offset).reshape(shape)
         segment.close()
         return array
@@ -174,7 +191,8 @@ class SymmetricMemory:
         regions = self._regions
         for place in range(bisect_right(regions, address, key=_start) - 1, -1, -1):
             region = regions[place]
-            # Else its addresses may be in use again.
+            # A region that is not alive is passed over, because its addresses may be in use again.
+            # Regions that are alive do not overlap, so the first of them below the address decides.
             if region.alive:
                 offset = address - region.start
                 inside = offset + flat.nbytes <= region.stride

@@ -59,8 +59,12 @@ class GroupConnections(Connections):
         self._sockets: list[Connection | None] = [None] * self.size
         self._more_sockets: list[Connection] = []
         self._connections: dict[int, list[Connection]] = {}
+        # The control thread reads this list for reports while threads of calls connect. Entries are
+        # only appended, which is one atomic operation of the interpreter.
         self._names: list[tuple[int, Connection, str]] = []
         self._pollers: dict[tuple[int, int], select.poll] = {}
+        # The lock protects the lists of sockets between a thread that connects, one that reports a
+        # failure and one that closes the group.
         self._shutting_down = threading.Lock()
         state.add_listener(self.shut_down)
 
@@ -105,6 +109,7 @@ class GroupConnections(Connections):
             pass
 
     def finish(self, to: int, parts: list[Stripe], frm: int, incoming: memoryview) -> None:
+        # This comes before the test below, because it may make the further connections to a peer.
         arriving = self._cut(frm, incoming, False, STRIPED_COMPRESSED)
         if self._more_sockets:
             transfer(
@@ -114,6 +119,7 @@ class GroupConnections(Connections):
                 self._connection_broken,
             )
         else:
+            # Without further connections a message is one part, of which the view is what is left.
             self._duplex(to, parts[0].view if parts else _NOTHING, frm, incoming)
 
     def _cut(self, peer: int, view: memoryview, sends: bool, least: int = STRIPED) -> list[Stripe]:
@@ -134,11 +140,15 @@ class GroupConnections(Connections):
             except DistError as e:
                 self.state.fail(e)
             connections += [self._connect(peer, number) for number in range(1, count)]
+            # The list is stored once all of them are made, so that an error in between leaves no
+            # shorter one: both sides cut a message by the number of connections.
             self._connections[peer] = connections
         return connections
 
     def _send(self, peer: int, view: memoryview) -> None:
         sock = self._sockets[peer] or self._connect(peer)
+        # A small message usually fits the buffer of the socket, and leaves in this one system call.
+        # The deadline is only looked at afterwards.
         try:
             sent = sock.send(view, _DONTWAIT)
         except BlockingIOError:
@@ -147,6 +157,8 @@ class GroupConnections(Connections):
             self._connection_broken(peer, e)
         total = len(view)
         while sent < total:
+            # The deadline is checked after each part, too: a peer that takes a few bytes at a time
+            # never lets a send run into its timeout.
             self.state.check_deadline()
             try:
                 sent += sock.send(view[sent : sent + _SYSCALL_BYTES])
@@ -160,6 +172,8 @@ class GroupConnections(Connections):
     ) -> None:
         sock = self._sockets[peer] or self._connect(peer)
         got = 0
+        # The first bytes are awaited by polls without sleeping. They are few, so the deadline is
+        # not checked between them.
         spins = self._spins
         while True:
             if not spins:
@@ -181,6 +195,8 @@ class GroupConnections(Connections):
                 return
             if not count:
                 self._connection_broken(peer, None)
+            # A rank in another call may have sent a shorter message. Waiting for the rest of this
+            # one would end at the deadline, without the name of that call.
             if header is not None and got >= HEADER_SIZE and view[:HEADER_SIZE] != header:
                 self._bad_header(peer, bytes(view[:HEADER_SIZE]))
             spins = 0
@@ -190,6 +206,8 @@ class GroupConnections(Connections):
         in_sock = self._sockets[frm] or self._connect(frm)
         sent = got = idle = 0
         to_send, to_get = len(outgoing), len(incoming)
+        # Both directions take turns while both have something left: ranks in a ring all send at the
+        # same time, and would all wait if each sent everything before it received.
         while sent < to_send and got < to_get:
             moved = False
             try:
@@ -213,6 +231,8 @@ class GroupConnections(Connections):
                 idle = 0
                 self.state.check_deadline()
             else:
+                # Both calls have found nothing to do, also of data that a protected channel has
+                # decrypted already. So the sleep misses nothing.
                 idle += 1
                 if idle > self._spins and not self._poller(to, frm).poll(TICK_S * 1000):
                     self.state.tick()
@@ -228,6 +248,9 @@ class GroupConnections(Connections):
             sender, receiver = self._sockets[to], self._sockets[frm]
             assert sender is not None
             assert receiver is not None
+            # The sockets of a group's collectives are never replaced, so a poll object can be kept
+            # for each pair. If both are one socket, the second registration replaces the first, and
+            # has both events.
             found.register(receiver, select.POLLIN)
             found.register(sender, select.POLLOUT | (select.POLLIN if to == frm else 0))
         return found
@@ -246,8 +269,9 @@ class GroupConnections(Connections):
             self.state.fail(self.state.lost_error(peer, str(e)))
         except DistError as e:
             self.state.fail(e)
-        # a send or receive that makes no progress for a tick returns, so that deadline and failures
-        # are checked
+        # A send or receive that makes no progress for a tick returns, so that deadline and failures
+        # are checked. The timeout is the kernel's, and not that of the socket object: with that one
+        # Python would poll before each call, which is a system call more.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK_TIMEVAL)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK_TIMEVAL)
         if isinstance(sock, Channel):
@@ -258,6 +282,8 @@ class GroupConnections(Connections):
             else:
                 self._sockets[peer] = sock
             self._names.append((peer, sock, name))
+        # The group may have failed before the socket was in the lists. Its error is set before
+        # shut_down is called, so either shut_down finds the socket or this check finds the error.
         self.state.check()
         return sock
 
@@ -269,6 +295,7 @@ class GroupConnections(Connections):
         with self._shutting_down:
             for sock in (*self._sockets, *self._more_sockets):
                 if sock is not None:
+                    # The peer may have ended the connection already.
                     with suppress(OSError):
                         sock.shutdown(socket.SHUT_RDWR)
 
@@ -286,13 +313,18 @@ class GroupConnections(Connections):
         closed it."""
         context, state = self.context, self.state
         if cause is not None and raised_by_handler(cause):
-            # Of a signal's handler, for example TimeoutError.
+            # No system call has raised it, but a signal's handler, for example TimeoutError of an
+            # alarm. It is not the end of the connection, and the program has to get its own
+            # exception.
             raise cause
         if isinstance(cause, TamperedError):
             assert state.call is not None
             state.fail(
                 operation_errors.tampered_error(context, context.ranks[peer], cause, state.call)
             )
+        # The end of a process closes its connections. If the host or the network is lost instead,
+        # the kernel gives the connection up after a while: then the error names the addresses of
+        # the connection.
         what = "closed its connection"
         lost = [
             name for member, sock, name in self._names if member == peer and given_up(sock, cause)
@@ -304,6 +336,7 @@ class GroupConnections(Connections):
     def _bad_header(self, peer: int, header: bytes) -> NoReturn:
         context = self.context
         magic, seq = read_header(header)
+        # Without it these bytes are no header, and the number in them means nothing.
         if magic != MAGIC:
             self.state.fail(
                 DistNetworkError(f"{context.who(peer)} sent an invalid header", group=context.name)

@@ -24,8 +24,10 @@ from unicoll.backend.group_state import GroupState
 
 _HEADER = struct.Struct("<QQqQ")
 HEADER_SIZE = _HEADER.size
-# "unicoll1" in memory.
+# These are the bytes of "unicoll1", as the little-endian header has them.
 MAGIC = 0x316C6C6F63696E75
+# Two ranks that send each other more than that, each before it receives, could both wait for room
+# in the buffers.
 _EAGER_LIMIT = 1 << 14
 """Messages up to this size are sent whole before the next receive: they fit the kernel's
 buffers."""
@@ -66,6 +68,7 @@ class ExchangePlan:
         offsets = [0]
         for r in order:
             offsets.append(offsets[-1] + lengths[r])
+        # The views refer to the scratch memory that the connections have now, and keep it alive.
         data = scratch.data
         self.head = data[:HEADER_SIZE]
         self.rounds: list[tuple[int, int, memoryview, memoryview, int, memoryview]] = []
@@ -73,8 +76,10 @@ class ExchangePlan:
         while distance < size:
             count = min(distance, size - distance)
             start, stop = offsets[distance], offsets[distance + count]
-            # the incoming header overwrites the 32 bytes before the incoming blocks; they are
-            # restored afterwards
+            # A message is one header and its blocks, so that one call of the system receives both
+            # without a copy. The incoming header therefore overwrites the 32 bytes before the
+            # incoming blocks, which are restored afterwards. Without blocks these are the bytes of
+            # the own header.
             self.rounds.append(
                 (
                     (rank - distance) % size,
@@ -159,6 +164,8 @@ class Connections(ABC):
 
     def begun(self, call: Call) -> bool:
         """True if an exchange of a call has begun: other members may have received its header."""
+        # The header of the last exchange is at the beginning of the scratch memory, and is written
+        # before anything is sent.
         return read_header(self._scratch[:HEADER_SIZE].tobytes()) == (MAGIC, call.seq)
 
     def agree(self) -> None:
@@ -171,9 +178,13 @@ class Connections(ABC):
         found = self._plans.get(key)
         if found is None:
             need = HEADER_SIZE + sum(lengths)
+            # Plans refer to the memory that is replaced here, and there may be many sizes of calls.
+            # A plan that a caller still uses keeps its own memory.
             if need > self._scratch.size or len(self._plans) >= 256:
                 self._plans.clear()
                 if need > self._scratch.size:
+                    # The header is kept for :meth:`begun`: the last exchange may be one of the call
+                    # that is being executed.
                     last = self._scratch[:HEADER_SIZE]
                     self._scratch = np.zeros(max(need, 2 * self._scratch.size), np.uint8)
                     self._scratch[:HEADER_SIZE] = last
@@ -191,12 +202,19 @@ class Connections(ABC):
         header = _HEADER.pack(MAGIC, call.seq, call.signature, 0)
         plan.head[:] = header
         for to, frm, outgoing, incoming, length, overlap in plan.rounds:
+            # A rank chooses by the length that it receives, and its peer may choose otherwise: both
+            # ways put the same bytes on the connection. A rank that sends a long message before it
+            # receives does not wait forever, because the receiver of a long message takes the other
+            # way, and does not send much first.
             if length > _EAGER_LIMIT:
                 self.swap(to, outgoing, frm, incoming[HEADER_SIZE:], header)
                 continue
             self.send(to, outgoing)
+            # The message has left completely, so its memory may be overwritten from here on.
             saved = bytes(overlap)
             self.receive(frm, incoming, length, header)
+            # This comes before anything is forwarded: a rank that finds a difference stops here, so
+            # no rank that it is to reach completes the exchange.
             if overlap != header:
                 self._bad_header(frm, bytes(overlap))
             overlap[:] = saved
@@ -225,6 +243,8 @@ class Connections(ABC):
         """
         call = self.state.call
         assert call is not None
+        # The last word of the header has the low 47 bits of the value and the size of a block. The
+        # size tells a receiver with other sizes how many bytes follow.
         mark = value << _BLOCK_BITS & _MASK | block if value >= 0 else _DIFFERENT
         plan = self.plan(lengths(mark & _BLOCK), storage)
         if plan.mine.size:
@@ -233,11 +253,16 @@ class Connections(ABC):
         for k in range(len(plan.rounds)):
             to, frm, outgoing, incoming, _, _ = plan.rounds[k]
 
+            # The data of a rank with another value have to be received, or the next header would
+            # not be found. Their length follows from that rank's size of a block.
             def discard(theirs: bytes, k: int = k) -> memoryview:
                 other = self.plan(lengths(_HEADER.unpack(theirs)[3] & _BLOCK), np.dtype(np.uint8))
                 return memoryview(bytearray(other.rounds[k][4] - HEADER_SIZE))
 
             if not self.swap(to, outgoing, frm, incoming[HEADER_SIZE:], header, discard):
+                # From now on this rank sends headers without data that say so. A rank that receives
+                # one does the same, and the number of messages stays as it was, so no rank waits in
+                # vain.
                 mark = _DIFFERENT
                 plan = self.plan(lengths(0), storage)
                 plan.head[:] = header = _HEADER.pack(MAGIC, call.seq, call.signature, mark)
@@ -265,10 +290,13 @@ class Connections(ABC):
         self.receive(frm, theirs, HEADER_SIZE)
         same = theirs == header
         if not same:
+            # Everything but the last word is the call itself: a difference there is an error.
             if discard is None or theirs[:-8] != header[:-8]:
                 self._bad_header(frm, bytes(theirs))
             incoming = discard(bytes(theirs))
         if long:
+            # The rest is not sent as a whole message: a part of it has left, and the peer may
+            # receive the rest in another way. Stripes would be cut differently on both sides.
             self.duplex(to, outgoing[_EAGER_LIMIT:], frm, incoming, whole=False)
         elif len(incoming):
             self.receive(frm, incoming, len(incoming))

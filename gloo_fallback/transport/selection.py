@@ -50,6 +50,7 @@ OPERATIONS = {
 
 def _table(module: ModuleType) -> dict[str, Callable[..., bool | None]]:
     found = {operation: getattr(module, name) for operation, name in OPERATIONS.items()}
+    # The exchanges of an allocation are executed as all_gathers.
     found[symmetric_segments.ROW.name] = found["all_gather"]
     return found
 
@@ -112,6 +113,8 @@ def _select(connections: GroupConnections, spins: int) -> Transport:
             buffer_bytes,
             slots,
         )
+    # Sums of hosts depend on which ranks are on which host, so they are not deterministic. Within
+    # one host reductions are in rank order anyway.
     if slots is not None and not connections.deterministic:
         description = (
             f"over shared memory within {_host_counts(topology)}, sockets between them:"
@@ -124,6 +127,7 @@ def _select(connections: GroupConnections, spins: int) -> Transport:
         return Transport(hierarchical, target, description, buffer_bytes, slots)
     reason = topology.reason
     if slots is not None:
+        # The topology was made together with the slots, which nothing uses now.
         slots.close()
         reason = "deterministic between hosts"
     buffer_bytes = socket_buffer_bytes(connections.size, connections.deterministic)

@@ -59,6 +59,8 @@ def transfer(
     """
     left = list(parts)
     while left:
+        # The deadline is checked here while parts move, and in the wait while none does: on a slow
+        # link the wait may never last for a whole tick.
         if advance(left, broken):
             progressed()
         else:
@@ -69,6 +71,8 @@ def advance(left: list[Stripe], broken: Callable[[int, Exception | None], None])
     """Send and receive what is possible without waiting, and drop it from ``left``; True if that is
     anything."""
     moved = False
+    # The loop begins at the end, so that a part can be deleted within it. Each part moves a limited
+    # number of bytes at a time, so all connections are served in turn.
     for i in range(len(left) - 1, -1, -1):
         sock, peer, view, sends = left[i]
         part = view[:_SYSCALL_BYTES]
@@ -78,6 +82,7 @@ def advance(left: list[Stripe], broken: Callable[[int, Exception | None], None])
             continue
         except OSError as e:
             broken(peer, e)
+        # A receive of no bytes is the end of the connection; parts are never empty.
         if not count:
             broken(peer, None)
         moved = True
@@ -90,6 +95,8 @@ def advance(left: list[Stripe], broken: Callable[[int, Exception | None], None])
 
 def _wait(parts: list[Stripe], tick: Callable[[], None]) -> None:
     """Wait until one of the connections is ready."""
+    # A connection to a peer that both sends and receives is here twice. Its events are joined,
+    # because registering it a second time would replace those of the first.
     events: dict[Connection, int] = {}
     for sock, _, _, sends in parts:
         events[sock] = events.get(sock, 0) | (select.POLLOUT if sends else select.POLLIN)

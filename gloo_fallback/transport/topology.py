@@ -94,6 +94,8 @@ class Topology:
 
 def plan_topology(infos: Sequence[HostInfo], names: Sequence[str]) -> Topology:
     """The topology that follows from all ranks' infos; ``names`` describe the ranks."""
+    # All ranks compute this from the same infos, in the same order, so they get the same topology
+    # without another exchange. One rank that does not share memory decides for the whole group.
     apart = tuple((r,) for r in range(len(infos)))
     for info, name in zip(infos, names, strict=True):
         if info.preference is TransportPreference.TCP:
@@ -118,6 +120,8 @@ def plan_topology(infos: Sequence[HostInfo], names: Sequence[str]) -> Topology:
 def without_ranks(topology: Topology, unable: Sequence[int], name: str) -> Topology:
     """The topology after some ranks could not map their node's memory; ``name`` describes the first
     of them."""
+    # Other than in plan_topology only the nodes of these ranks are split: the memory of the others
+    # is mapped already.
     members: list[tuple[int, ...]] = []
     for m in topology.members:
         members += [(r,) for r in m] if set(m) & set(unable) else [m]
@@ -134,6 +138,8 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
     """
     context = connections.context
     names = [context.who(r) for r in range(connections.size)]
+    # These are the first bytes of the group's collectives. The exchange compares the user's call
+    # like that of any collective, so ranks in different calls raise an error here.
     infos = _exchange_host_info(connections)
     if len({b.deterministic for b in infos}) > 1:
         connections.state.fail(_options_differ(context, infos))
@@ -143,6 +149,8 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
         if not topology.all_separate:
             node_ranks = topology.of(connections.rank)
             segment = _segment(connections, node_ranks)
+            # This exchange also tells the first rank of each node that all others have mapped its
+            # segment, so that it may close the descriptor by which they find it.
             unable = _ranks_without_segment(
                 connections, segment is not None or len(node_ranks) == 1
             )
@@ -155,8 +163,12 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
             connections.state.fail(BackendUnavailableError(reason, group=context.name))
         if topology.all_separate:
             return topology, None
+        # All ranks of a node have to signal in the same way. One with UNICOLL_MEMORY_ORDER=weak is
+        # enough for all ranks of the group to use semaphores.
         kind = Slots if all(b.strong_ordering for b in infos) else SemaphoreSlots
         node_ranks = topology.of(connections.rank)
+        # A rank that is alone on its host has slots, too, so that the hierarchical algorithms need
+        # no other way for it.
         memory = create_private(size_of(1)) if len(node_ranks) == 1 else segment
         assert memory is not None
         slots = kind(connections.state, node_ranks, memory, spins)
@@ -173,10 +185,14 @@ def _exchange_host_info(connections: GroupConnections) -> list[HostInfo]:
         wanted = transport_preference()
     except BackendUnavailableError as e:
         connections.state.fail(e)
-    # Without /proc the ranks do not share memory.
+    # Without /proc there is no identifier of the boot, and the ranks do not share memory
+    # (can_share).
     boot = ""
     with suppress(OSError):
         boot = boot_id()
+    # The host is given by a hash, because an exchange has a fixed size. If two hosts have the same
+    # one, their ranks find other boots in the addresses of the segments, cannot map them, and use
+    # sockets.
     host = zlib.crc32(socket.gethostname().encode()) << 32 | zlib.crc32(boot.encode())
     plan = connections.plan((5 * 8,) * connections.size, np.dtype(np.uint64))
     plan.mine[:] = (
@@ -217,6 +233,8 @@ def _segment(connections: GroupConnections, members: tuple[int, ...]) -> SharedS
 
     def check() -> None:
         state.tick()
+        # The first rank of the node may have left before it has published the segment. Nothing is
+        # received from it in this wait, so its end is looked for in the control plane.
         control = context.job.control
         if control is not None and (reason := control.departed.get(context.ranks[publisher])):
             state.fail_peer(publisher, reason)

@@ -54,7 +54,8 @@ class MPIP2PEngine:
         # It knows its owner, so that a thread that is interrupted behind the acquisition can
         # release it.
         self._progress_lock = threading.RLock()
-        # Identifier of the thread that runs progress, or 0.
+        # Identifier of the thread that runs progress, or 0. A thread that finds its own here is
+        # nested: a finalizer or a signal's handler that makes a call during a poll.
         self._owner = 0
         self._thread_lock = threading.Lock()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
@@ -68,6 +69,8 @@ class MPIP2PEngine:
 
     def run(self, call: Call) -> None:
         """Send, receive or probe, and return when the array may be used again."""
+        # A small message does not go through the matcher, whose lock a thread that polls may hold:
+        # MPI takes sends of several threads at once.
         if call.inputs and self._mpi.mpi_thread is None and self._state.error is None:
             buffer = call.inputs[0]
             if buffer.nbytes <= EAGER_LIMIT:
@@ -83,6 +86,7 @@ class MPIP2PEngine:
         request = self._accept(call)
         request.completion.callback_thread = self._callbacks
         if not request.completion.done():
+            # Maybe no thread waits for it, and MPI moves messages only while it is called.
             self._wake_thread()
         return request.completion
 
@@ -91,12 +95,14 @@ class MPIP2PEngine:
         request = self._accept(call)
         nested = self._owner == get_ident()
         try:
+            # If another thread runs progress, it finds the message, and a later call sees that.
             if not request.completion.done() and not nested and self._acquire(0.0):
                 self._progress_once()
         finally:
             self._give_back(nested)
         self._matcher.withdraw(request)
-        # The payload of a message that has been announced is received in any case.
+        # The payload of a message that has been announced is received in any case, also if the
+        # caller makes no other call.
         self._wake_thread()
         if request.completion.done():
             request.completion.wait(None)
@@ -110,7 +116,8 @@ class MPIP2PEngine:
             self._matcher.start(request)
         else:
             self._mpi.mpi_thread.call(self._matcher.start, request)
-        # Set since the first check.
+        # The group may have failed since the first check. If its requests were abandoned before
+        # this one was added, nothing else would end it.
         if self._state.error is not None:
             self._matcher.withdraw(request, self._state.error)
         return request
@@ -119,15 +126,22 @@ class MPIP2PEngine:
         """Send a message together with its header; usually this is done at once."""
         assert call.tag is not None
         packed = PACK(call.tag, code + self._matcher.mark, size, 0) + flat.tobytes()
+        # The message is counted before MPI gets it. In the other order a search for deadlocks
+        # could, between the two lines, see equal counts on both sides, and conclude that no message
+        # is on its way.
         next(self._matcher.sent[call.peer])
         try:
             mpi_request = self._communicator.comm.Isend([packed, self._byte], call.peer, HEADER_TAG)
+            # MPI has usually copied so small a message by now, so that nothing has to be kept or
+            # waited for.
             if mpi_request.Test():
                 return
             request = PendingRequest(call)
             request.mpi_requests.append(mpi_request)
             self._matcher.add_send(request)
         except BaseException:
+            # The exception may have come behind Isend(), before anything refers to the request, and
+            # MPI may still read the bytes.
             self._matcher.keep(packed)
             raise
         self._wait_done(request)
@@ -141,26 +155,31 @@ class MPIP2PEngine:
         try:
             self._wait_for(request.completion)
         except BaseException as e:
-            # Interrupted.
+            # A signal's handler has raised, and the operation has not ended.
             if not request.completion.done():
+                # A receive of which nothing has come is as if it had not been made, so the group
+                # stays usable. This is asked before withdraw(), which would take it from the queue.
                 if leaves_doubt(e) and self._matcher.take_back(request):
                     mark_unchanged(e)
                 self._matcher.withdraw(request, e)
             raise
 
     def _wait_for(self, completion: HostCompletion) -> None:
-        # in a finalizer or a signal's handler that makes a call while this thread runs progress
+        # True in a finalizer or a signal's handler that makes a call while this thread runs
+        # progress: it is inside of a poll, and does not begin a second one.
         nested = self._owner == get_ident()
         try:
             while not completion.done():
                 if not nested and self._acquire(0.0):
                     self._progress_until_done(completion)
                 else:
+                    # The other thread ends this operation, too. It stops running progress when its
+                    # own operation is done, so this thread tries again after each tick.
                     try:
                         completion.wait(_TICK_S)
                     except OperationTimeoutError:
-                        # Not done in this tick; a timeout of the operation itself is raised by its
-                        # caller.
+                        # Not done in this tick. A timeout of the operation itself is raised by the
+                        # caller of this function.
                         continue
         finally:
             self._give_back(nested)
@@ -175,14 +194,18 @@ class MPIP2PEngine:
     def _give_back(self, nested: bool) -> None:
         """Release the progress lock if the calling thread has it, and had it not before
         (``nested``)."""
-        # As threading.Condition does.
+        # The lock itself is asked, as threading.Condition does: an exception of a handler may have
+        # come between the acquisition and the line that sets _owner.
         if not nested and self._progress_lock._is_owned():  # type: ignore[attr-defined]
+            # This is before the release: behind it another thread may be the owner already.
             self._owner = 0
             self._progress_lock.release()
+            # This thread polled for all operations; another one has to do it now.
             self._wake_thread()
 
     def _progress_until_done(self, completion: HostCompletion) -> None:
         if not self._communicator.oversubscribed:
+            # These polls do not yield the core, so they are only for ranks that have one each.
             for _ in range(_SPINS):
                 self._progress_once()
                 if completion.done():
@@ -193,6 +216,7 @@ class MPIP2PEngine:
         pauses, eager = backoff(*_PAUSES_S), time.monotonic() + _EAGER_S
         while not done():
             if self._progress_once() or self._matcher.receiving():
+                # MPI needs frequent calls while data arrives.
                 pauses, eager = backoff(*_PAUSES_S), time.monotonic() + _EAGER_S
             now = time.monotonic()
             if now < eager:
@@ -215,6 +239,7 @@ class MPIP2PEngine:
             self._serve()
         except BaseException as e:
             log.exception("the thread %r ended with an exception", threading.current_thread().name)
+            # It fails the group: operations that no other thread waits for would never end.
             self._died(e)
 
     def _serve(self) -> None:
@@ -248,14 +273,19 @@ class MPIP2PEngine:
 
     def _failed(self, cause: BaseException) -> None:
         """Fail the group: MPI does not say which message failed."""
+        # MPI may notice the end of a rank before the control plane's notice arrives.
         peer, name = self._communicator.await_departure_notice(), self._context.name
         error: DistError = DistBackendError(
             f"MPI failed in a message of group {name!r}: {cause}", group=name
         )
         if peer is not None:
             error = self._communicator.lost_error(peer)
+            # Each message gets the error of its own call. This comes before abort(), because only
+            # the first end of a completion counts.
             for request in self._matcher.pending_requests():
                 request.completion.finish(self._lost(request.call, self._context.ranks[peer]))
+        # MPI may still have requests that no call reports any more, so the communicator is not
+        # freed.
         self._matcher.failed = True
         self._state.announce(error)
         self.abort()
@@ -263,6 +293,7 @@ class MPIP2PEngine:
     def _check_state(self, now: float) -> None:
         """Check the group's error, deadlines and departed peers."""
         if self._state.error is not None:
+            # The control plane has told the state alone; here the messages learn of it.
             self.abort()
             return
         requests = self._matcher.pending_requests()
@@ -270,6 +301,7 @@ class MPIP2PEngine:
         for request in requests:
             if request.completion.done():
                 continue
+            # A receive from any rank has a source once it is matched.
             peer = request.call.peer if request.call.peer >= 0 else request.call.source
             if peer >= 0:
                 if self._departed_for_long(peer, now):
@@ -277,6 +309,8 @@ class MPIP2PEngine:
                         request, self._lost(request.call, self._context.ranks[peer])
                     )
             elif died is not None:
+                # The message could have been the dead member's, so the death of any member ends a
+                # receive from any rank.
                 self._matcher.withdraw(request, self._lost(request.call, died))
             if now >= request.deadline:
                 self._time_out(request)
@@ -343,7 +377,8 @@ class MPIP2PEngine:
         deadline, matcher = time.monotonic() + timeout, self._matcher
         while time.monotonic() < deadline and matcher.sending() and self._state.error is None:
             time.sleep(0.001)
-        # sends that were given up may have ended since the last poll
+        # Sends that were given up may have ended since the last poll, and are still counted as
+        # MPI's.
         nested = self._owner == get_ident()
         try:
             if not matcher.idle and not nested and self._acquire(_TICK_S):
@@ -355,8 +390,11 @@ class MPIP2PEngine:
         """Make all pending operations raise, and end the thread; True if MPI has no request of this
         group."""
         self.abort()
+        # The thread looks at _closed while it runs progress, and gets the False while it sleeps.
         self._closed = True
         self._wakeups.put(False)
         self._thread.join(2.0)
+        # This is after abort(): the callbacks of what that has ended are before the end in the
+        # thread's queue.
         self._callbacks.close()
         return self._matcher.idle

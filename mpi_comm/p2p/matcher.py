@@ -70,37 +70,41 @@ class RequestMatcher:
         self._mpi = group.mpi
         self._byte = group.mpi.MPI.BYTE
         self.mark = zlib.crc32(context.name.encode()) << _MARK_SHIFT
+        # Reentrant, since a signal's handler or a finalizer may make a call on the thread that
+        # holds it.
         self._lock = threading.RLock()
         self._matcher: MessageMatcher[PendingRequest, ArrivedMessage] = MessageMatcher(context.size)
         self._sending: list[PendingRequest] = []
-        # sends that have ended with an error; MPI still uses their arrays
+        # Sends that have ended with an error; MPI still uses their arrays.
         self._given_up: list[PendingRequest] = []
         # Messages whose payload is being received.
         self._incoming: list[ArrivedMessage] = []
         # Messages whose payload has no receive yet.
         self._announced: list[ArrivedMessage] = []
         self._serials = [0] * context.size
-        # headers to and from each member: several threads send at once, so counters that are
-        # advanced without a lock
+        # The numbers of headers to and from each member. Several threads send at once, without the
+        # lock, so these are iterators: next() of an itertools.count is atomic.
         self.sent = [itertools.count() for _ in range(context.size)]
         self._received = [0] * context.size
         # How often message_state() has advanced a counter to read it.
         self._links = [0] * context.size
         self._tag_span = group.mpi.largest_tag // 2 - PAYLOAD_TAGS
+        # The receive of one header at a time is in progress, so all of them use one buffer.
         self._header_buffer = bytearray(_HEADER.size + EAGER_LIMIT)
         # True from the first receive on, which is when probing for headers starts.
         self._receives = False
-        # Of a message that a probe has found.
+        # The receive of the header of a message that a probe has found, until it is done.
         self._header_receive: Any = None
         self._header_peer = -1
         self._status = group.mpi.MPI.Status()
         self.failed = False
         # True once MPI keeps a request that was given up.
         self._abandoned = False
-        # Identifier of the thread that changes the state, or 0. If set while the lock is free, that
-        # was interrupted.
+        # Identifier of the thread that changes the state, or 0. If it is set while the lock is
+        # free, an exception has interrupted that change.
         self._changing = 0
-        # Of the last message in device memory.
+        # The device of the last message in device memory. Polls bind it, too: MPI may move the data
+        # in any later call.
         self._device: DeviceMemory | None = None
 
     def start(self, request: PendingRequest) -> None:
@@ -119,6 +123,8 @@ class RequestMatcher:
             before = self._changing
             if self._in_doubt():
                 raise InterruptedError("a message of another thread was interrupted")
+            # This is taken back by the last line, and not in a finally: after an exception it stays
+            # set, so that all other threads find the state in doubt.
             self._changing = get_ident()
             if request.call.inputs:
                 self._send(request)
@@ -146,10 +152,13 @@ class RequestMatcher:
         size, peer = request.view.size, call.peer
         assert call.tag is not None
         code = call.inputs[0].dtype.code + self.mark
+        # Before MPI gets the message: see MPIP2PEngine._send_small().
         next(self.sent[peer])
         if size <= EAGER_LIMIT:
             packed, tag = PACK(call.tag, code, size, 0) + request.view.tobytes(), 0
         else:
+            # Large messages that are in flight to a member at once have different tags. So each
+            # payload finds its receive, in whatever order these are posted.
             serial = self._serials[peer] = (self._serials[peer] + 1) % self._tag_span
             tag = PAYLOAD_TAGS + serial
             packed = PACK(call.tag, code, size, tag)
@@ -173,6 +182,8 @@ class RequestMatcher:
         message.receiver = request
         request.matched = True
         if message.data is None:
+            # A message that does not fit is received into other memory, so that its send ends. Then
+            # the receive raises.
             fits = request.call.accepts(message.code, message.size)
             self._receive_payload(message, request.view[: message.size] if fits else None)
         elif not message.mpi_requests:
@@ -214,8 +225,9 @@ class RequestMatcher:
             before = self._changing
             if self._in_doubt():
                 return False
-            # An exception of a signal's handler while nothing has come must not leave the messages
-            # in doubt.
+            # MPI is asked before the state is marked as changing: most interrupts come while
+            # nothing has arrived, and must not leave the messages in doubt. Improbe() would take a
+            # message from MPI.
             arrives = self._receives and self._header_arrives()
             if not (
                 arrives or self._incoming or self._announced or self._sending or self._given_up
@@ -252,6 +264,7 @@ class RequestMatcher:
                 self._receive_payload(message, None)
 
     def _poll_sends(self) -> bool:
+        # These are tested so that their arrays are released once MPI has sent them.
         self._given_up = [r for r in self._given_up if not all_done(r.mpi_requests)]
         sent = [r for r in self._sending if all_done(r.mpi_requests)]
         for request in sent:
@@ -270,7 +283,7 @@ class RequestMatcher:
         progressed = False
         probe, status, buffer = self._group.comm.Improbe, self._status, self._header_buffer
         any_source, arguments = self._mpi.MPI.ANY_SOURCE, [buffer, self._byte]
-        # Then payloads are polled.
+        # After 16 headers the payloads have their turn, however many small messages there are.
         for _ in range(16):
             if self._header_receive is None:
                 found = probe(any_source, HEADER_TAG, status)
@@ -278,17 +291,21 @@ class RequestMatcher:
                     break
                 self._header_peer = status.Get_source()
                 self._header_receive = found.Irecv(arguments)
-            # The sender has to call MPI.
+            # The rest of the header comes when the sender calls MPI again.
             if not self._header_receive.Test():
                 break
             self._header_receive, peer = None, self._header_peer
             tag, marked, size, payload = _HEADER.unpack_from(buffer)
             code = marked - self.mark
+            # The message belongs to a group that had this context before.
             if not 0 <= code < 1 << _MARK_SHIFT:
                 self._drop(peer, size, payload)
                 progressed = True
                 continue
+            # The next header is received into the same buffer, so the data is copied.
             data = None if payload else np.frombuffer(buffer, np.uint8, size, _HEADER.size).copy()
+            # The message is counted and matched with the lock held. Whoever reads the count of a
+            # message therefore sees its receive as no longer posted.
             self._received[peer] += 1
             message = ArrivedMessage(peer, tag, code, size, payload)
             message.data = data
@@ -310,6 +327,8 @@ class RequestMatcher:
             self._matcher.match(request, peer, tag, message.code, message.size)
             self._assign(message, request)
             return
+        # The payload waits for a receive of the user for a moment, and so needs no copy. After that
+        # it is received into other memory, because its sender waits.
         if message.data is None:
             self._announced.append(message)
         for probe in self._matcher.add_unexpected(message):
@@ -350,6 +369,7 @@ class RequestMatcher:
 
     def message_state(self, peer: int) -> MessageState:
         """The numbers of messages to and from a member."""
+        # An iterator can be read only by advancing it, so what reading has added is subtracted.
         with self._lock:
             sent = next(self.sent[peer]) - self._links[peer]
             self._links[peer] += 1
@@ -390,13 +410,15 @@ class RequestMatcher:
         A posted receive no longer matches; the array of a send is kept until MPI has sent it.
         """
         with self._lock:
+            # The value before is put back at the end: a doubt that another thread's interrupted
+            # change has left must stay.
             before, self._changing = self._changing, get_ident()
             self._matcher.cancel(request)
             if request in self._sending:
                 self._sending.remove(request)
                 self._given_up.append(request)
             for message in [m for m in self._incoming if m.receiver is request]:
-                # It is received in any case, and then dropped.
+                # The payload is received in any case, and then dropped: MPI cannot cancel it.
                 message.receiver = None
             if error is not None:
                 request.completion.finish(error)
@@ -406,6 +428,8 @@ class RequestMatcher:
         """Cancel a receive or probe of which nothing has come; False if something has, or may
         have."""
         with self._lock:
+            # In a change, or after one that was interrupted, the message may have been taken from
+            # MPI already.
             if self._changing or request not in self._matcher.posted:
                 return False
             self._changing = get_ident()
@@ -418,10 +442,13 @@ class RequestMatcher:
         with self._lock:
             requests = self.pending_requests()
             self._matcher.cancel_all()
-            # The receive of a header may not have been stored.
+            # An interrupted change may have posted the receive of a header without storing it. So
+            # the buffer then counts as in use.
             header_in_use = self._header_receive is not None or self._changing != 0
             if self._sending or self._given_up or self._incoming or header_in_use:
                 self._abandoned = True
+            # MPI may use these arrays until the process ends: no thread tests the requests any
+            # more.
             for request in (*self._sending, *self._given_up):
                 self._mpi.abandoned.append((request.mpi_requests, request.view))
             for message in self._incoming:
@@ -432,6 +459,6 @@ class RequestMatcher:
             self._given_up.clear()
             self._incoming.clear()
             self._announced.clear()
-            # Nothing is left that could be wrong.
+            # Nothing is left that an interrupted change could have made wrong.
             self._changing = 0
             return requests

@@ -33,7 +33,7 @@ class PendingRequest:
         self.completion = HostCompletion((call,))
         self.deadline = time.monotonic() + call.timeout
         self.view: Flat = _NOTHING
-        # Not a probe.
+        # A probe has no array.
         if buffers := call.inputs or call.outputs:
             flat: Flat = buffers[0].flat  # type: ignore[assignment]
             self.view = flat.view(np.uint8)

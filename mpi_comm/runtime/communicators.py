@@ -106,6 +106,8 @@ class WorldRanks:
     def record_departed(self) -> None:
         """Record the processes that have died, so that MPI is not finalized with them."""
         control = self._job.control
+        # A process that has left takes part in the barrier at exit. One that has died does not, and
+        # MPI_Finalize would wait for it.
         if control is not None:
             for rank in set(control.departed) - control.left:
                 self.mpi.lost[self._processes[rank]] = control.departed[rank]
@@ -145,8 +147,11 @@ class WorldRanks:
         them.
         """
         mpi = self.mpi
+        # This is outside of the lock, which parent() takes itself.
         parent = mpi.parent(time.monotonic() + context.timeout)
         processes = [self._processes[r] for r in context.ranks]
+        # MPI matches only creations over all processes by their order; those of other groups have a
+        # tag.
         in_order = len(processes) == mpi.size
         with mpi.creation_lock:
             if mpi.interrupted_creation and in_order:
@@ -157,24 +162,30 @@ class WorldRanks:
                     group=context.name,
                 )
                 # A rank that the failure of that group reached before the end of its check does not
-                # know this, and would wait in the check of this one.
+                # know this. It would wait in the check of this group, so it is told.
                 raise announce(context, error)
             try:
                 self._check_members(parent, processes, context, wait)
             except DistError:
                 raise
             except BaseException:
-                # Of a handler; the other ranks may have passed the check.
+                # A signal's handler has raised. The other ranks may have passed the check, and
+                # create the communicator without this one.
                 if in_order:
                     mpi.interrupted_creation = context.name
                 raise
+            # Set before the creation and cleared behind it, so that it stays set after an exception
+            # or a timeout in between, whatever the other ranks did.
             if in_order:
                 mpi.interrupted_creation = context.name
             if processes == list(range(mpi.size)):
                 comm, copied = mpi.call(parent.Idup)
-                # Split would spin, which is slow with more ranks than cores.
+                # Split() would poll without a pause, which is slow with more ranks than cores, and
+                # has no deadline.
                 wait(copied)
             elif in_order:
+                # The group has another order of the processes, which Idup() cannot make. Split()
+                # blocks, but all ranks have passed the check.
                 comm = mpi.call(parent.Split, 0, context.rank)
             else:
                 comm = mpi.call(
@@ -182,6 +193,7 @@ class WorldRanks:
                 )
             if in_order:
                 mpi.interrupted_creation = ""
+            # By MPI's default an error ends the processes and raises nothing.
             mpi.call(comm.Set_errhandler, mpi.MPI.ERRORS_RETURN)
         return comm
 
@@ -202,6 +214,7 @@ class WorldRanks:
         carries a token."""
         mpi = self.mpi
         byte = mpi.MPI.BYTE
+        # The store over MPI uses the lower half of the tags in the same communicator.
         half = mpi.largest_tag // 2
         tag = half + _hash(context.name, half)
         token = _hash(repr((context.name, context.ranks)), 1 << 32).to_bytes(_TOKEN, "little")

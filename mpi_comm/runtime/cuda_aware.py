@@ -144,7 +144,7 @@ def _loaded_libraries() -> list[Any]:
             try:
                 found.append(ctypes.CDLL(path, os.RTLD_LAZY | os.RTLD_LOCAL | os.RTLD_NOLOAD))
             except OSError:
-                # Replaced since it was loaded.
+                # The file was replaced since it was loaded, so its path is that of another library.
                 pass
     return found
 

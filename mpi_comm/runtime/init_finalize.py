@@ -112,9 +112,11 @@ class Runtime:
     """
 
     def __init__(self, timeout: float) -> None:
+        # These two are first: the MPI thread, which _initialize() may start, reads the groups if it
+        # fails.
         self.mpi_thread: MPIThread | None = None
         self.groups: weakref.WeakSet[MPIBackend] = weakref.WeakSet()
-        # Raises on an invalid value before MPI is initialised.
+        # This raises on an invalid value before MPI is initialised.
         user_setting()
         self.MPI, self.must_finalize = self._initialize(timeout)
         mpi = self.MPI
@@ -158,11 +160,14 @@ class Runtime:
         if "mpi4py.MPI" not in sys.modules:
             import mpi4py
 
+            # The import of mpi4py.MPI would initialise MPI, with the GIL held until all processes
+            # have called it.
             mpi4py.rc.initialize = False
             mpi4py.rc.finalize = False
             initialized = self._start(lambda: initialize(_LEVELS.index(wanted)), wanted, timeout)
         with _no_warnings():
             from mpi4py import MPI
+        # The functions below, which use _levels(), need it before the constructor has it.
         self.MPI = MPI
         if MPI.Is_finalized():
             raise BackendUnavailableError(
@@ -170,11 +175,15 @@ class Runtime:
                 " again"
             )
         if not MPI.Is_initialized():
+            # Other code has imported mpi4py without initialising MPI, or initialize() found no
+            # library to call.
             level = self._levels()[_LEVELS.index(wanted)]
             initialized = self._start(lambda: MPI.Init_thread(level) is not None, wanted, timeout)
         provided = MPI.Query_thread()
         if provided < MPI.THREAD_MULTIPLE and self.mpi_thread is None:
             if initialized and provided < MPI.THREAD_SERIALIZED:
+                # Below MPI_THREAD_SERIALIZED only the thread that has initialised MPI may call it.
+                # That was this one, which belongs to the program.
                 raise BackendUnavailableError(
                     "backend 'mpi': this MPI library has thread level"
                     f" {_LEVELS[self._levels().index(provided)]} only: set"
@@ -186,10 +195,9 @@ class Runtime:
 
     def _start(self, start: Callable[[], bool], wanted: str, timeout: float) -> bool:
         if wanted != "multiple" and self.mpi_thread is None:
-            self.mpi_thread = MPIThread(
-                self._mpi_thread_failed
-                # The thread that initialises MPI is its main thread.
-            )
+            # The thread that initialises MPI is its main thread, which below MPI_THREAD_SERIALIZED is
+            # the only one that may call it.
+            self.mpi_thread = MPIThread(self._mpi_thread_failed)
         with (
             _no_warnings(),
             _exit_after(timeout, "MPI_Init_thread: not all processes have called it"),
@@ -233,6 +241,7 @@ class Runtime:
 
     def make_progress(self) -> None:
         """Call MPI, which moves messages only then; any thread, with MPI_THREAD_MULTIPLE."""
+        # The watchdog, which calls this, does not end before MPI is finalised.
         if not self.MPI.Is_finalized():
             self.MPI.COMM_WORLD.Iprobe()
 
@@ -252,6 +261,8 @@ class Runtime:
 
     def _copy_world(self, deadline: float) -> Any:
         world = self.MPI.COMM_WORLD
+        # The duplication is nonblocking, so that the wait for processes that do not call it has a
+        # deadline.
         comm, request = self.call(world.Idup)
         started = time.monotonic()
         while not self.call(request.Test):
@@ -277,6 +288,7 @@ class Runtime:
             atexit.register(self._finalize_at_exit)
 
     def _handle_uncaught(self, error: BaseException) -> None:
+        # A forked child has inherited the hook, and must not end its parent's job.
         if os.getpid() == self._pid:
             self._uncaught = error
             if self.size > 1 and _abort_enabled():
@@ -288,7 +300,7 @@ class Runtime:
             if job.control is not None:
                 job.control.close(error)
         sys.stdout.flush()
-        # The traceback has the rest.
+        # The rest of a long error is in the traceback, if there is one.
         first_line = str(error).partition("\n")[0]
         sys.stderr.write(
             f"unicoll: rank {self.rank} ends the MPI job{hint}: {type(error).__name__}:"
@@ -302,10 +314,12 @@ class Runtime:
         """At exit: finalise MPI, once all processes have reached their exit."""
         if os.getpid() != self._pid or self.MPI.Is_finalized():
             return
-        # Mpirun sees the exit code and ends the others.
+        # Mpirun sees the exit code and ends the other processes. MPI_Finalize is not called, since
+        # it would wait for them. A process alone in its world does finalise MPI, since MPICH would
+        # leave its shared memory in /dev/shm.
         if self._uncaught is not None and self.size > 1:
             return
-        # Those that are not destroyed yet.
+        # Groups that the program has not destroyed have threads and operations that call MPI.
         for group in list(self.groups):
             group.close()
         for world_ranks in list(self.world_ranks):
@@ -320,6 +334,7 @@ class Runtime:
             log.warning("MPI is not finalised, because processes have died: %s", lost)
             return
         self._exit_barrier()
+        # This is behind the barrier: until then other processes may need the store on rank 0.
         for end in self.before_end:
             end()
         for stream in (sys.stdout, sys.stderr):
@@ -333,6 +348,7 @@ class Runtime:
         """Return when all processes of MPI_COMM_WORLD have reached their exit."""
         if self.size == 1:
             return
+        # MPI_Finalize may wait for all processes, too, but has no deadline.
         request = self.call(self.MPI.COMM_WORLD.Ibarrier)
         deadline = time.monotonic() + self.exit_timeout
         pauses = backoff(0.0002, 0.02)
@@ -379,6 +395,7 @@ def _exit_on_timeout(what: str) -> None:
     sys.stderr.write(f"unicoll: process {os.getpid()} ends: OperationTimeoutError: {what}\n")
     sys.stderr.flush()
     time.sleep(_FLUSH_S)
+    # This is the timer's thread, and the main thread is inside MPI: nothing else ends the process.
     os._exit(1)
 
 

@@ -31,8 +31,8 @@ class _Task:
         self.request: Any = None
         self.value: Any = None
         self.error: BaseException | None = None
-        # held until done; unlike an event, a lock adds no frames of other modules to the stack of a
-        # waiting thread
+        # Held until done. Unlike an event, a lock adds no frames of other modules to the stack of a
+        # waiting thread, which the search for blocked calls would take for a running one.
         self.done = threading.Lock()
         self.done.acquire()
 
@@ -54,6 +54,7 @@ class MPIThread:
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """``fn(*args)`` on the MPI thread; ``fn`` must not block."""
+        # A task that calls this function again would wait for itself.
         if threading.current_thread() is self._thread:
             return fn(*args)
         task = _Task(fn, args, False)
@@ -70,11 +71,13 @@ class MPIThread:
         and may raise."""
         task = _Task(start, args, True)
         self._submit(task)
+        # If tick() raises, the task stays in _requests: the thread goes on testing the request, and
+        # keeps the arrays alive that MPI may use.
         while not task.done.acquire(timeout=_TICK_S):
             tick()
         if task.error is not None:
             if self.failed:
-                # Raises the group's error.
+                # The thread has failed the group, whose error all ranks raise: tick() raises it.
                 tick()
             raise task.error
 
@@ -89,6 +92,8 @@ class MPIThread:
         self._thread.join(2.0)
 
     def _submit(self, task: _Task) -> None:
+        # The task is in the queue before _failure is read, and _failure is set before the queue is
+        # emptied. So one of the two threads ends the task.
         self._tasks.put(task)
         if self._failure is not None:
             self._fail_all(self._failure)
@@ -98,6 +103,8 @@ class MPIThread:
             self._serve()
         except BaseException as e:
             log.exception("the thread that calls MPI failed")
+            # The groups fail first: a thread whose task ends with an error looks for the error of
+            # its group. The tasks end also if that raises.
             try:
                 self._on_failure(e)
             finally:
@@ -106,6 +113,7 @@ class MPIThread:
 
     def _fail_all(self, reason: str) -> None:
         """The thread has failed: end all its tasks with an error."""
+        # Several threads may be here at once, and may have the same tasks.
         tasks, self._requests = self._requests, []
         with suppress(Empty):
             while True:
@@ -114,7 +122,7 @@ class MPIThread:
                     tasks.append(task)
         for task in tasks:
             task.error = DistError(reason)
-            # Another thread has ended it.
+            # Another thread has ended it, so that the lock is not held.
             with suppress(RuntimeError):
                 task.done.release()
 
@@ -130,7 +138,8 @@ class MPIThread:
                 return
             idle = 0
             self._start_task(task)
-            # It refers to arrays.
+            # The name would keep the arrays of the last task alive while the thread waits for the
+            # next one.
             del task
 
     def _poll_timeout(self, idle: int) -> float | None:
@@ -142,6 +151,7 @@ class MPIThread:
         try:
             result = task.fn(*task.args)
         except BaseException as e:
+            # The error belongs to the thread that waits. This thread goes on: all groups need it.
             task.error = e
             task.done.release()
             return

@@ -146,7 +146,8 @@ class Bindings(NcclFacts, bindings.Bindings):
     def with_options(self, options: CallOptions) -> Operations:
         """The operations with options, which the collectives pass to NCCL in each call; from
         2.31."""
-        # NCCL reads it before it returns.
+        # NCCL reads the structure before a function returns. The result of byref() keeps the
+        # structure alive, and the functions below keep that.
         config = byref(call_config_struct(options, self.version))
         collectives = {
             name: _with_last(getattr(self._c, _with_options(name)), config) for name in WITH_CONFIG

@@ -28,8 +28,8 @@ def _bind(library: Any, path: str, bindings: type[Bindings] = Bindings) -> Colle
     found = bindings(library, path)
     if found.version < OLDEST:
         return f"{found!r} is too old: {version_text(OLDEST)} or newer is needed"
-    # mypy does not see the functions that are bound by name; tests check them against the
-    # interface.
+    # The cast is needed because mypy does not see the functions that are bound by name. Tests check
+    # them against the interface.
     return cast(CollectiveLibrary, found)
 
 
@@ -64,6 +64,7 @@ RCCL_LOCATOR = LibraryLocator(
 def _locator() -> LibraryLocator:
     """That of RCCL on AMD's devices. CUDA is not initialised for it, except on a machine with AMD's
     kernel driver."""
+    # A library that is in use stays the one of the process, whatever runtime is loaded later.
     if LOCATOR.found is not None:
         return LOCATOR
     runtime = runtimes.loaded("cuda")

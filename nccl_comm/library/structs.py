@@ -111,7 +111,8 @@ def config_struct(config: Config, version: int) -> ConfigStruct:
             setattr(made, name, UNDEFINED)
     made.blocking = int(config.blocking)
     most = config.max_ctas
-    # NCCL compares the undefined value as a number.
+    # NCCL compares the undefined maximum as a number, which is smaller than any minimum, and would
+    # refuse both.
     if config.min_ctas is not None and most is None:
         most = max(config.min_ctas, _MOST_CTAS)
     numbers = {
@@ -127,7 +128,7 @@ def config_struct(config: Config, version: int) -> ConfigStruct:
             setattr(made, name, int(value))
     if config.net_name is not None:
         made.netName = _keep(config.net_name)
-    # For logs only.
+    # The name is for logs only, so an older library is not refused because of it.
     if config.comm_name is not None and version >= ConfigStruct.since["commName"]:
         made.commName = _keep(config.comm_name)
     return made

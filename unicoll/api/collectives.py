@@ -87,6 +87,8 @@ def broadcast(
         src: the source's global rank.
         group_src: the source's rank in the group; give this or ``src``.
     """
+    # Each function has this handler in its own body (world.interrupted has the reasons). True gives
+    # the group's view whose calls have the caller of this function as call site.
     try:
         pg = world.resolve(group, True)
         if pg is None:
@@ -649,6 +651,6 @@ def reduce_scatter_tensor_coalesced(
         raise
 
 
-# torch's other names
+# Torch has these names, too.
 all_gather_single = _all_gather_base = all_gather_into_tensor
 reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor

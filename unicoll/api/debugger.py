@@ -52,9 +52,12 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         _visits[line] = _visits.get(line, 0) + 1
         if _visits[line] <= skip:
             return
+    # Every call has a key of its own, because the key of an earlier one still has its result.
     job.named["breakpoint()"] += 1
     store, key = PrefixStore("breakpoint", job.store), str(job.named["breakpoint()"])
     terminal = None
+    # Before the barrier: after it every rank finds the result of this rank, so that all ranks wait,
+    # or all raise.
     if job.rank == rank:
         try:
             terminal = _Terminal()
@@ -72,6 +75,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         raise
 
     def release() -> None:
+        # The user may take longer than the timeout of the group.
         job.default.barrier(timeout=timeout_s)
 
     if terminal is None:
@@ -81,7 +85,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     debugger.message(
         f"rank {rank} of {job.size} (pid {os.getpid()}); the other ranks wait until it continues"
     )
-    # The last call: pdb stops in the next frame that runs.
+    # This call must be the last one: pdb stops in the next frame that runs.
     debugger.set_trace(frame)
 
 
@@ -94,6 +98,7 @@ class _Debugger(pdb.Pdb):
     """
 
     def __init__(self, terminal: _Terminal, release: Callable[[], None]) -> None:
+        # With nosigint pdb leaves the program's handler of SIGINT as it is.
         super().__init__(stdin=terminal.input, stdout=terminal.output, nosigint=True)
         self._terminal = terminal
         self._release: Callable[[], None] | None = release
@@ -101,16 +106,20 @@ class _Debugger(pdb.Pdb):
         self._done = False
 
     def interaction(self, frame: FrameType | None, *rest: Any) -> None:
+        # Only at the prompt: while the program runs, Ctrl-C has to reach the launcher.
         with self._terminal.foreground():
             super().interaction(frame, *rest)
         if self._done:
             self._terminal.close()
+        # Taken before it is called, so that the next prompt does not repeat a barrier that has
+        # failed.
         release, self._release = self._release, None
         if release is not None and not self.quitting:
             release()
 
     def set_continue(self) -> None:
         super().set_continue()
+        # At a breakpoint there is another prompt, which needs the terminal.
         self._done = not self.breaks
 
     def set_quit(self) -> None:
@@ -133,7 +142,7 @@ class _Terminal:
     output: TextIO | None = None
 
     def __init__(self) -> None:
-        # None, closed, or not a file.
+        # The streams may be None, closed, or no files.
         with contextlib.suppress(AttributeError, ValueError, OSError):
             if sys.stdin.isatty() and sys.stdout.isatty():
                 self._fd = sys.stdin.fileno()
@@ -168,9 +177,11 @@ class _Terminal:
 
 
 def _set_foreground(fd: int, group: int) -> None:
+    # The kernel sends SIGTTOU to a process in the background that changes the foreground group; it
+    # would be stopped.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTTOU,))
     try:
-        # The group has ended.
+        # The group may have ended.
         with contextlib.suppress(OSError):
             os.tcsetpgrp(fd, group)
     finally:
@@ -181,6 +192,8 @@ def _open_terminal() -> int:
     """A file descriptor of the terminal."""
     for path in _possible_terminals():
         try:
+            # A worker leads a session without a terminal. Without O_NOCTTY this one could become
+            # its controlling terminal.
             fd = os.open(path, os.O_RDWR | os.O_NOCTTY)
         except OSError:
             continue
@@ -195,7 +208,7 @@ def _open_terminal() -> int:
 
 
 def _possible_terminals() -> Iterator[str]:
-    # Of the session.
+    # The terminal of this process's session comes first.
     yield "/dev/tty"
     for pid in (os.getpid(), *(pid for _, pid in ancestors())):
         for fd in (0, 1, 2):

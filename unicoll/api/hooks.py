@@ -101,7 +101,7 @@ def _count_nonfinite(array: Any) -> tuple[int, int, int] | None:
         if not (array.is_floating_point() or array.is_complex()):
             return None
         values = array.detach()
-        # float8 has few functions.
+        # Torch has few functions for float8, so its elements are converted to float32.
         if values.element_size() == 1:
             values = values.float()
         return int(library.isnan(values).sum()), int(library.isinf(values).sum()), values.numel()
@@ -110,6 +110,8 @@ def _count_nonfinite(array: Any) -> tuple[int, int, int] | None:
             return None
         return int(library.isnan(array).sum()), int(library.isinf(array).sum()), array.size
     buffer = as_buffer(array)
+    # An array of a type that NumPy lacks has only its bits in flat, and one on a device has no
+    # flat.
     if buffer.flat is None or buffer.dtype.kind not in "fc" or not buffer.dtype.native:
         return None
     flat: Any = buffer.flat
@@ -157,14 +159,19 @@ def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any 
             "annotate: nothing records ranges: the package nvtx is not installed (or nvtx=False),"
             " and torch has not been imported (or torch=False)"
         )
+    # Several threads may be in calls at once, each with open ranges of its own.
     ranges = threading.local()
 
     def before(call: HookedCall) -> None:
         text = f"unicoll::{call.op} {call} on {call.group!r} at {call.site}"
         made = [make(text) for make in makers if make is not _torch_ranges or _first_of(call)]
+        # A batch of messages has several calls: this function is called for each of them before the
+        # first `returned`, so the ranges that are open already are kept.
         ranges.ends = [*getattr(ranges, "ends", ()), *made]
 
     def returned(call: HookedCall) -> None:
+        # Torch's ranges are nested, so the one that began last ends first. In a batch the first
+        # call ends the ranges of all.
         while ranges.ends:
             ranges.ends.pop()()
         _ranged.call = None
@@ -190,6 +197,7 @@ def follow_profiler(running: bool) -> None:
     """Show the job's calls in ``torch.profiler`` while it runs; called at a change, by a call with
     a tensor."""
     global _profiled
+    # It may be the hook of an earlier job, whose end does not remove it from here.
     if _profiled is not None:
         _profiled.remove()
         _profiled = None

@@ -137,7 +137,7 @@ def join(
     from unicoll.net.wire.secret import given_secret
 
     key = None if secret is None else given_secret(secret)
-    # A traceback with local variables does not show it.
+    # Tracebacks that show local variables do not show the secret.
     secret = None
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name == DEFAULT_NAME:
         raise DistArgumentError(
@@ -178,10 +178,10 @@ def join_with_group(
     secret: Secret | None = None,
 ) -> Job:
     """Join a job and make its group of all ranks, for the public function ``what``."""
-    # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs
-    # only. new_group imports nothing: an import that fails on one rank, for want of descriptors for
-    # example, would come before the rank has counted the group, and its later groups would have
-    # other names than on the other ranks.
+    # These are imported here and not at the top: most modules of unicoll, and logging, hashlib and
+    # socket, serve jobs only. new_group imports nothing: an import that fails on one rank, for want
+    # of descriptors for example, would come before the rank has counted the group, and its later
+    # groups would have other names than on the other ranks.
     import unicoll.api.subgroups  # noqa: F401
     from unicoll.bootstrap.join import join
 
@@ -206,6 +206,9 @@ def make_default_group(job: Job, joining_s: float, pg_options: Any, device_id: A
         desc = job.name or "default_pg"
         context = Context(job, name, all_ranks, job.timeout, pg_options, device_id, desc=desc)
         job.default = ProcessGroup.create(context, job.choices)
+        # Rank 0 returns only when the others have made their groups, too: for that they need its
+        # threads, and its program may next make a call that keeps the GIL until all ranks make it,
+        # such as MPI_Init.
         if job.control is not None:
             job.control.initialized(joining_s)
     except BaseException as e:
@@ -220,6 +223,7 @@ def enter(job: Job, follow: Callable[[bool], None] | None = None) -> None:
     Args:
         follow: called when ``torch.profiler`` has started or stopped.
     """
+    # If the profiler runs already, the next call with a tensor finds a change, and calls `follow`.
     profiler_watch.running, profiler_watch.changed = False, follow
     world.enter(job)
     if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
@@ -264,10 +268,12 @@ def destroy_process_group(group: Any = None) -> None:
         try:
             leave(job)
         except DistError as e:
-            # The frames are those of the teardown.
+            # The frames are those of the teardown, not of the call that has failed.
             raise e.with_traceback(None) from e.__cause__
         return
-    # Also if an exception of a signal's handler comes here.
+    # An exception of a signal's handler may come in any of these lines: what was registered before
+    # is called all the same. The callbacks run in reverse order, so the group is closed before the
+    # job is left.
     with ExitStack() as ending:
         ending.callback(_leave_if_empty, job)
         ending.callback(pg.close)

@@ -34,7 +34,7 @@ HEADER = struct.Struct("<qqq232s")
 """Status, bytes in the body, a message's tag of the body, the body if it fits or why there is
 none."""
 _ROOM = 232
-# The first is that of fallbacks.
+# The first internal tag is that of the fallbacks (unicoll.backend.host.fallbacks).
 _BODY_TAGS = INTERNAL_TAGS[1:]
 
 
@@ -50,6 +50,7 @@ class Deadline:
         self._end = None if seconds is None else time.monotonic() + seconds
 
     def left(self) -> float | None:
+        # At least a millisecond is left: many calls read 0 as no limit.
         return None if self._end is None else max(self._end - time.monotonic(), 0.001)
 
 
@@ -79,6 +80,8 @@ class Payload:
             reason = (
                 str(error) if isinstance(error, DistError) else f"{type(error).__name__}: {error}"
             )
+            # The error is not raised here. This rank first sends the reason in its header, so that
+            # no other rank waits for an object; read_headers and send_list raise it then.
             wrapped = kind(
                 f"{op}: {reason}", group=pg.group_name, rank=pg.global_rank(pg.rank()), op=op
             )
@@ -91,6 +94,8 @@ class Payload:
 
         A message gets its tag, if the group has tags.
         """
+        # Without tags the messages between two ranks match in their order, and the body is the next
+        # one.
         if call is None and pg.has_tags:
             self.tag = _BODY_TAGS[next(_serials) % len(_BODY_TAGS)]
         if self.error is None:
@@ -135,6 +140,8 @@ def read_headers(
     Returns:
         The sizes of the bodies; and the bodies, if all of them are small. Else all bodies follow.
     """
+    # The exchange is over, so the other ranks have the reason and raise, too. This rank's own error
+    # has the original exception as its cause.
     if mine is not None and mine.error is not None:
         raise mine.error
     sizes: list[int] = []
@@ -142,6 +149,7 @@ def read_headers(
     for sender, (status, size, _, rest) in zip(
         senders, HEADER.iter_unpack(headers.data), strict=True
     ):
+        # No object is serialised to 0 bytes: such a header is malformed.
         if status != _OK or size <= 0:
             _raise_for(pg, sender, status, rest.rstrip(b"\0").decode("utf-8", "replace"), op)
         sizes.append(size)

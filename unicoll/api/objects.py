@@ -80,7 +80,8 @@ def broadcast_object_list(
         _check_list(pg, op, "object_list", object_list, 0)
         clock = Deadline(timeout)
         mine = Payload.of(pg, list(object_list), op) if pg.rank() == root or pg.job.fake else None
-        # After what can fail on this rank alone.
+        # This comes after what can fail on this rank alone: the number of a collective is a part of
+        # the MAC, and must be equal on all ranks, so a refused call takes none.
         call = pg.object_seals.next_collective()
         header = mine.seal(pg, call).header() if mine else np.empty(HEADER.size, np.uint8)
         pg.broadcast(header, src=root, timeout=clock.left())
@@ -89,7 +90,8 @@ def broadcast_object_list(
             if mine is None:
                 body = np.empty(sizes[0], np.uint8)
             else:
-                # With the backend fake an output.
+                # With the backend fake every rank has a payload, and its body, which is read-only,
+                # is an output of the broadcast.
                 body = mine.body.copy() if pg.job.fake else mine.body
             pg.broadcast(body, src=root, timeout=clock.left())
             bodies = [body]
@@ -226,18 +228,21 @@ def scatter_object_list(
         call = pg.object_seals.next_collective()
         for rank, payload in enumerate(payloads or ()):
             payload.seal(pg, call, rank)
-        # the first that failed, else the largest: if that is not small, all bodies follow
+        # If an object failed, every header has its error, so all ranks raise. Else, if the largest
+        # is not small, every header has its size, so all ranks take part in the transfer of the
+        # bodies.
         largest = max(payloads, key=lambda p: (p.error is not None, p.size)) if payloads else None
         header = np.empty(HEADER.size, np.uint8)
         headers = None
         if payloads and largest:
             headers = [p.header() if largest.is_small else largest.header() for p in payloads]
-            # With the backend fake.
+            # This is so with the backend fake only.
             if pg.rank() != root:
                 header, headers = headers[pg.rank()], None
         pg.scatter(header, headers, src=root, timeout=clock.left())
         carried = read_headers(pg, header, [root], largest, op)[1]
         if carried is None:
+            # Each rank needs all sizes, from which it decides whether the parts are padded.
             sizes = np.array([p.size for p in payloads] if payloads else [0] * pg.size(), np.int64)
             pg.broadcast(sizes, src=root, timeout=clock.left())
             bodies = [p.body for p in payloads] if payloads else []
@@ -255,6 +260,7 @@ def send_list(
     clock = Deadline(timeout)
     mine = Payload.of(pg, list(objects), "send_object_list").seal(pg, None, dst)
     header = mine.header()
+    # A header with an error is sent, too: the receiver waits for it, and raises.
     _transfer(pg, True, header, dst, tag, batched, clock)
     if mine.error is not None:
         raise mine.error
@@ -279,12 +285,13 @@ def recv_list(
     src = _transfer(pg, False, header, src, tag, batched, clock)
     sizes, bodies = read_headers(pg, header, [src], mine, op)
     if bodies is None:
-        # An output.
+        # The body is an output, and that of a payload is read-only.
         body = mine.body.copy() if mine else np.empty(sizes[0], np.uint8)
         try:
             _transfer(pg, False, body, src, body_tag(header), batched, clock)
         except BaseException as e:
-            # The header was received.
+            # The header was received, so the call has changed something: also an interrupted wait
+            # for the body leaves the group in doubt.
             mark_changed(e)
             raise
         bodies = [body]
@@ -332,8 +339,8 @@ def _one_for_each_rank(pg: ProcessGroup, objects: Sequence[Any] | None, op: str)
     return objects
 
 
-# gather and scatter are fastest with equal parts, so objects of similar size are padded to the
-# largest; not where most of the bytes would be padding. All ranks know all sizes, so they make the
+# Gather and scatter are fastest with equal parts, so objects of similar size are padded to the
+# largest, unless most of the bytes would be padding. All ranks know all sizes, so they make the
 # same choice.
 
 
@@ -358,7 +365,8 @@ def _all_bodies(
 ) -> list[Body]:
     """Every rank's body."""
     widest, total = max(sizes), sum(sizes)
-    # One array is faster than a list.
+    # One array is faster than a list, whose parts MPI gets packed. Where the sizes differ more, the
+    # list has parts of one array, which need not be packed either.
     if widest * len(sizes) - total <= _MOST_PADDING:
         received = np.empty((len(sizes), widest), np.uint8)
         pg.all_gather_into_tensor(received, _padded(mine.body, widest), timeout=clock.left())
@@ -385,7 +393,7 @@ def _scatter_bodies(
     widths = [max(sizes)] * len(sizes) if _even_enough(sizes) else sizes
     output = np.empty(widths[pg.rank()], np.uint8)
     parts = [_padded(body, width) for body, width in zip(bodies, widths, strict=False)] or None
-    # With the backend fake.
+    # With the backend fake a rank that is not the source has all parts, too, and gets its own.
     if parts and pg.rank() != src:
         output, parts = parts[pg.rank()].copy(), None
     pg.scatter(output, parts, src=src, timeout=clock.left())

@@ -237,9 +237,13 @@ def sendrecv(
         receives = not _is_no_rank(src, group_src)
         if receives:
             batch.append((False, recvtensor, _sender(pg, "sendrecv", src, group_src), recvtag))
+        # Both start in one batch, so that two ranks which send to each other do not wait for each
+        # other's receive.
         works = pg.batch_isend_irecv(batch, status=status, timeout=timeout)
         for work in works:
             work.wait()
+        # The receive is the last one of the batch. Where a backend does both as one, its Work is
+        # the last one, too.
         return pg.global_rank(works[-1].source_rank()) if receives else _nothing(status)
     except BaseException as e:
         world.interrupted(group, e)
@@ -396,6 +400,8 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout: Timeout = None) 
         ]
         return pg.batch_isend_irecv(batch, timeout=timeout)
     except BaseException as e:
+        # The function has no argument for the group: it is that of the first entry, if there is
+        # one.
         for entry in p2p_op_list[:1]:
             if isinstance(entry, P2POp) and entry.group is not None:
                 entry.group.interrupted(e)
@@ -509,6 +515,8 @@ def waitany(works: Sequence[Work | None], timeout: Timeout = None) -> int:
     if not present:
         raise DistArgumentError("waitany: no Work is given", op="waitany")
     if not any(work.is_completed() for work in present):
+        # This is no threading.Event: an exception of a signal's handler may leave the lock of one
+        # held (unicoll.process.interrupts).
         ended = Flag()
         for work in present:
             work.completion.add_done_callback(ended.set)

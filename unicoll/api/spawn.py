@@ -38,13 +38,14 @@ from unicoll.run.tracebacks import DETECTION_DELAY, ExceptionRecord, describe_ex
 
 # Seconds between checks for failed processes that do not end.
 _POLL_INTERVAL = 1.0
-# To wait for the root cause if only its consequences have been detected.
+# Seconds to wait for the root cause if only its consequences have been detected.
 _CAUSE_SECONDS = 1.0
 _TERM_SECONDS = 30.0
 _KILL_SECONDS = 10.0
-# What Linux stores in a pipe.
+# Bytes that Linux stores in a pipe.
 _PIPE_BYTES = 1 << 16
 
+# The environment is one for all threads, several of which may be in spawn().
 _environment_lock = threading.Lock()
 
 
@@ -210,12 +211,14 @@ class ProcessContext:
         self._guard: Guard | None = None
         self._job: LocalJob | None = None
         self._open = True
-        # Time at which the end of a failed process was detected.
+        # Times at which the ends of failed processes were detected, by rank.
         self._detected: dict[int, float] = {}
         try:
             self._job = LocalJob()
             self._guard = Guard(self._token, self._scratch)
-            # Now: later it would inherit the job's token and end with the job.
+            # Otherwise multiprocessing would start its tracker with the first process. It would
+            # inherit the job's token, and be killed with the job, although the program goes on to
+            # use it.
             resource_tracker.ensure_running()
             for rank in range(nprocs):
                 self._start(rank, nprocs, call, daemon)
@@ -232,7 +235,10 @@ class ProcessContext:
         environment[JOB_VARIABLE] = job_variable(self._token)
         environment["TORCHELASTIC_ERROR_FILE"] = self._error_file(rank)
         own_end, childs_end = multiprocessing.Pipe(duplex=False)
+        # Stored before the start, which may fail, so that _close() closes it.
         self._receivers.append(_Receiver(own_end))
+        # This process's copy of the child's end is closed after the start: otherwise the pipe would
+        # not end with the child.
         with childs_end, _added_to_environment(environment):
             process = multiprocessing.get_context("spawn").Process(
                 target=_run,
@@ -274,6 +280,7 @@ class ProcessContext:
                     self._fail(grace_period)
                 if left <= 0 and self._running():
                     return False
+            # The processes may have ended before the first wait, or after the last check.
             if self._failures():
                 self._fail(grace_period)
             results = [self._result(rank) for rank in range(len(self.processes))]
@@ -300,7 +307,8 @@ class ProcessContext:
             for fileno, receiver in receivers.items():
                 if fileno in ready:
                     receiver.receive()
-            # The pipe may end later than the process, whose own child processes may have it, too.
+            # The pipe may end later than the process, because processes that it has started may
+            # have it, too. So only the ends of the processes are awaited.
             if not ready or not ready.isdisjoint(sentinels) or time.monotonic() >= deadline:
                 return
 
@@ -328,8 +336,10 @@ class ProcessContext:
         if grace_period is not None:
             self._wait_for_ends(grace_period)
         elif all(failure.consequence for failure in failures):
+            # The process whose failure has caused these may be seen a moment later.
             self._wait_for_ends(_CAUSE_SECONDS)
-        # From now on a process may end because of the signal below.
+        # Read again, with what has come meanwhile. From now on a process may end because of the
+        # signal below, which is no failure of its own.
         failures = self._failures()
         for process in self._running():
             process.terminate()
@@ -343,6 +353,8 @@ class ProcessContext:
             if process.exitcode or (
                 process.exitcode is None and record is not None and record.final
             ):
+                # The time of the first detection is kept: the order of failures must not depend on
+                # the later checks.
                 detected = self._detected.setdefault(rank, time.monotonic() - DETECTION_DELAY)
                 recorded = record.time if record is not None else None
                 ended = detected if recorded is None else recorded
@@ -373,8 +385,10 @@ class ProcessContext:
         for receiver in self._receivers:
             receiver.close()
         for process in self.processes:
-            # Only this releases it in multiprocessing.
+            # The package multiprocessing refers to a process until it is joined.
             process.join(0)
+        # These processes lead no sessions, so what they have left is found by the token only. The
+        # guard is stopped afterwards: until then it acts if this process is killed.
         kill_members(self._token, (), _KILL_SECONDS)
         if self._guard is not None:
             self._guard.stop()
@@ -446,11 +460,12 @@ def _run(parent: int | None, call: _Call, rank: int, end: Connection) -> None:
     """Run the function in the child process, and send what it returns."""
     if parent is not None:
         worker_main.die_with(parent)
+    # Programs that the function starts must not keep the pipe open.
     os.set_inheritable(end.fileno(), False)
     pid = os.getpid()
     try:
         result = call.fn(rank, *call.args)
-        # A forked process may return, too.
+        # A process that the function has forked may return here, too, and has the same pipe.
         if result is not None and os.getpid() == pid:
             _send(result, rank, end, call.interactive)
     except KeyboardInterrupt:
@@ -461,6 +476,7 @@ def _run(parent: int | None, call: _Call, rank: int, end: Connection) -> None:
         raise
     except Exception as error:
         if error.__traceback__ is not None:
+            # The traceback begins in the user's function.
             error.__traceback__ = error.__traceback__.tb_next
         worker_main.record(error)
         set_exit_cause(error)

@@ -77,6 +77,7 @@ def _make(
     parent: ProcessGroup | None,
 ) -> Any:
     if job.rank not in ranks:
+        # Where the parent's communicator is split, all its members take part, also this one.
         if parent is not None:
             parent.leave_out(choices)
         return world.GroupMember.NON_GROUP_MEMBER
@@ -87,7 +88,7 @@ def _make(
 
 
 def _choices(job: Job, backend: str | None, parent: ProcessGroup) -> Sequence[BackendChoice]:
-    # Then all groups have the backend fake.
+    # In a job of the backend fake all groups have it.
     if backend is None or job.fake:
         return parent.choices
     choices = backend_choice.choose(backend)
@@ -135,6 +136,7 @@ def new_group(
     """
     names: list[str] = []
 
+    # The handler below calls this again if an exception has come before the names were reserved.
     def reserve() -> None:
         job, kind = world.current("new_group"), _LISTED
         if use_local_synchronization:
@@ -143,6 +145,8 @@ def new_group(
                 raise DistArgumentError(
                     "new_group: with use_local_synchronization only the members may call"
                 )
+            # Other ranks do not count these groups, so each set of members has a counter of its
+            # own.
             kind = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
         _reserve(job, kind, names)
 
@@ -152,6 +156,7 @@ def new_group(
         members = _members(default.job, ranks, sort_ranks)
         seconds = world.seconds(timeout, default.timeout)
         choices = _choices(default.job, backend, default)
+        # The communicator of the default group can be split only if all its members call this.
         parent = None if use_local_synchronization else default
         return _make(
             default.job,
@@ -272,6 +277,8 @@ def make_listed(
     """
     job = world.member(group, what).job
     default = job.default or world.member(None, what)
+    # The names of all groups come first: if one of them fails in the middle, later groups still
+    # have the same names on all ranks.
     _reserve(job, _LISTED, names, len(listed))
     members = [sorted(check_ranks("new_group", one.ranks, job.size)) for one in listed]
     seconds = world.seconds(timeout, default.timeout)
@@ -336,7 +343,7 @@ def split_group(
 
     def reserve() -> None:
         parent = world.member(parent_pg, "split_group").base
-        # by colour there is a part for each rank at most
+        # By colour there is a part for each rank at most.
         parent.reserve_parts(names, len(split_ranks or ()) or parent.size())
 
     try:
@@ -346,6 +353,8 @@ def split_group(
             if split_ranks is not None:
                 raise DistArgumentError("split_group: give split_ranks or color, not both")
             parts = _parts_by_color(parent, color, key)
+            # All ranks have the same colours, so all of them return here, and none counts this
+            # split.
             if not parts:
                 return None
         elif split_ranks:
@@ -378,6 +387,7 @@ def split_group(
         return None
     except BaseException as e:
         _failed(names, parent_pg, reserve, e)
+        # By colour the call includes a collective of the parent, whose state may be unknown, too.
         world.interrupted(parent_pg, e)
         raise
 

@@ -70,6 +70,7 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
         if _job is None:
             raise _not_initialized()
         return _job.function_view if by_function else _job.default  # type: ignore[no-any-return]
+    # This is the usual case: a group that has its view needs no check of its type.
     if by_function and (view := getattr(pg, "_made_function_view", None)) is not None:
         return view  # type: ignore[no-any-return]
     if isinstance(pg, _NonMember):
@@ -77,7 +78,7 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
             "this process is not in the given group: the call does nothing here", stacklevel=3
         )
         return None
-    # Duck typing: torch's groups over ours, and test doubles.
+    # Torch's groups over unicoll's, and test doubles, are accepted: there is no common base class.
     if not hasattr(pg, "size"):
         raise DistTypeError(f"group: expected a process group, got {pg!r}")
     return getattr(pg, "_function_view", pg) if by_function else pg
@@ -104,6 +105,8 @@ def enter(job: Job) -> None:
     It may replace that of another job, which this process is still in.
     """
     global _job, _pid, _had_group
+    # The default group is the new job's from here on, so the end of the job before must not reset
+    # it.
     if _job is not None:
         _job.leaving = None
     _had_group = True
@@ -116,6 +119,7 @@ def enter(job: Job) -> None:
 def _forget() -> None:
     global _job, _pid
     _job = group.WORLD = None
+    # A forked child keeps its parent's pid, by which an error explains why there is no group.
     _pid = 0 if _pid == os.getpid() else _pid
 
 

@@ -138,6 +138,8 @@ def has_shared_elements(shape: Sequence[int], strides: Sequence[int], itemsize: 
     ``itemsize``."""
     if 0 in shape:
         return False
+    # No elements are shared if each dimension, in the order of the strides, steps over all memory
+    # of those before it. Otherwise they may still be distinct, which only their addresses tell.
     steps = sorted((abs(step), size) for step, size in zip(strides, shape, strict=True) if size > 1)
     extent = itemsize
     for step, size in steps:
@@ -146,6 +148,7 @@ def has_shared_elements(shape: Sequence[int], strides: Sequence[int], itemsize: 
         extent += step * (size - 1)
     else:
         return False
+    # An expanded array, the usual case, has a stride of 0 and needs no list of addresses.
     if steps[0][0] == 0:
         return True
     offsets = np.zeros(1, np.int64)

@@ -98,17 +98,14 @@ class _Int8(Codec):
         info = np.finfo(dtype)
         self._dtype = dtype
         self._integer = np.dtype(f"i{dtype.itemsize}")
-        self._least = np.array(
-            info.tiny * 256,
-            dtype,
-            # The step and its inverse are normal numbers from here on.
-        )
+        # The step and its inverse are normal numbers from here on.
+        self._least = np.array(info.tiny * 256, dtype)
         self._steps = np.array(_STEPS, dtype)
-        # a little less than 1/127, so that 127 steps never exceed the largest magnitude, which may
-        # be the type's
+        # The step is a little less than 1/127, so that 127 steps never exceed the largest
+        # magnitude, which may be the largest one of the type.
         self._step = np.array((1 - 3 * float(info.eps)) / _STEPS, dtype)
-        # added to a small number, it leaves the nearest integer, ties to even, in the lowest bits
-        # of the sum
+        # Added to a small number, it leaves the nearest integer, ties to even, in the lowest bits
+        # of the sum.
         self._to_integer = np.array(1.5 * 2.0**info.nmant, dtype)
         self._zero = np.array(0, dtype)
 
@@ -139,14 +136,17 @@ class _Int8(Codec):
     def _encode(self, values: Flat, largest: Flat, integers: Flat) -> None:
         work = scratch.pair(self._dtype)[0][: values.size].reshape(values.shape)
         np.abs(values, out=work)
-        # In the order of the magnitudes, with NaN last; faster to compare.
+        # As integers the bits of magnitudes are in the order of the magnitudes, with NaN last, and
+        # are faster to compare.
         bits = work.view(self._integer)
         np.maximum.reduce(bits, axis=1, out=largest.view(self._integer))
         np.maximum(largest, self._least, out=largest)
-        # Infinity becomes NaN.
+        # Infinity times 0 is NaN: the scale of a block with an infinity or NaN becomes NaN, and so
+        # do all its decoded values.
         np.add(largest, largest * self._zero, out=largest)
         np.multiply(values, (self._steps / largest)[:, None], out=work)
         np.add(work, self._to_integer, out=work)
+        # The cast keeps the lowest 8 bits, which hold the integer.
         integers[...] = bits
 
     def decode(self, data: Flat, values: Flat) -> None:

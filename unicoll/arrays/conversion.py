@@ -56,7 +56,7 @@ _BY_NUMPY: dict[np.dtype[Any], DType] = {d.storage: d for d in DTYPES if d.nativ
 def _numpy_dtype(dtype: np.dtype[Any]) -> DType:
     found = _BY_NUMPY.get(dtype)
     if found is None:
-        # A type of ml_dtypes.
+        # NumPy itself has no such type: it may be one of ml_dtypes.
         found = BY_NAME.get(dtype.name) if dtype.isnative else None
         if found is None or found.native:
             reason = (
@@ -125,8 +125,11 @@ def _from_cuda_interface(array: Any) -> Buffer:
     device = getattr(array, "device", None)
     index = getattr(device, "id", device if isinstance(device, int) else None)
     if index is None:
+        # The interface does not give the device, so it is found by the address, which an empty
+        # array may lack.
         index = max(0, runtimes.runtime("cuda").device_of(int(pointer))) if pointer else 0
     stream = cai.get("stream") or 0
+    # LEGACY_STREAM and 0 are handles of the same stream, which has one handle here.
     if stream == LEGACY_STREAM:
         stream = 0
     strides = cai.get("strides")
@@ -164,6 +167,8 @@ def _from_strided(
         views: by library a function that makes a view of the array, given the library.
     """
     reason: Exception | None = None
+    # A library that the program has imported is preferred: another one is imported only if there is
+    # none.
     for name in [name for name in views if name in sys.modules] or views:
         try:
             library = import_module(name)
@@ -174,7 +179,8 @@ def _from_strided(
         except ImportError:
             continue
         except Exception as e:
-            # Of any type: without a driver, without memory.
+            # The libraries raise errors of many types, for example without a driver or without
+            # memory.
             reason = e
     failed = f" ({type(reason).__name__}: {reason})" if reason else ""
     raise DistArgumentError(
@@ -240,10 +246,14 @@ def _from_dlpack(array: Any) -> Buffer:
     if kind in dlpack.HOST_DEVICES:
         view, dtype = dlpack.import_host(array)
         buffer = _from_numpy(view)
+        # The array of NumPy has only the bits of a type that NumPy lacks, so its type is not the
+        # array's.
         buffer.owner, buffer.dtype = array, dtype
         buffer.writable = buffer.writable and not immutable
         return buffer
     if kind in dlpack.CUDA_DEVICES or kind == dlpack.ROCM_DEVICE:
+        # DLPack does not allow stream 0 on CUDA, where it has two meanings; on ROCm it is the
+        # default stream.
         default = 0 if kind == dlpack.ROCM_DEVICE else LEGACY_STREAM
         device, memory = Device("cuda", index), dlpack.import_memory(array, default, 0)
     elif kind == dlpack.ONEAPI_DEVICE:
@@ -305,7 +315,7 @@ def _from_usm_interface(array: Any) -> Buffer:
     pointer, read_only = packed.__sycl_usm_array_interface__["data"][0], found["data"][1]
     offset = packed.__sycl_usm_array_interface__.get("offset", 0)
     queue = found["syclobj"]
-    # A context, or the name of a device.
+    # It may also be a context, or the name of a device; dpctl then finds the queue.
     if not hasattr(queue, "sycl_device"):
         queue = import_module("dpctl.memory").as_usm_memory(array).sycl_queue
     index, stream = _sycl().place_of(queue)
@@ -365,7 +375,7 @@ def _cupy_adapter(cupy: Any) -> Adapter:
         unpack, packed, writable = None, array, True
         if not array.flags.c_contiguous:
             writable = not has_shared_elements(array.shape, array.strides, array.itemsize)
-            # CuPy allocates and copies on the current one.
+            # CuPy allocates and copies on the current device, which may be another one.
             with cupy.cuda.Device(index):
                 packed = cupy.ascontiguousarray(array)
 
@@ -404,7 +414,7 @@ def _memory_of(array: Any) -> memoryview:
         hint = f"; give {convert}" if hasattr(type(array), "__array__") else ""
         raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind}{hint}") from None
     except ValueError as e:
-        # It was released.
+        # Memory that was released raises this.
         raise DistTypeError(f"{kind}: {e}") from None
 
 
@@ -436,10 +446,12 @@ def copy_of(buffer: Buffer, op: str) -> Buffer:
     owner, kind = buffer.owner, type(buffer.owner)
     torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
     if torch is not None and torch.Tensor in kind.__mro__:
+        # The copy is not an operation of the program: autograd and overrides of subclasses do not
+        # see it.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return as_buffer(torch.Tensor.clone(owner).as_subclass(torch.Tensor), op)
     if cupy is not None and cupy.ndarray in kind.__mro__:
-        # CuPy allocates and copies on the current one.
+        # CuPy allocates and copies on the current device, which may be another one.
         with cupy.cuda.Device(buffer.device.index):
             return as_buffer(cupy.ndarray.view(owner, cupy.ndarray).copy(), op)
     namespace, copy = getattr(owner, "__array_namespace__", None), getattr(owner, "copy", None)
@@ -551,6 +563,7 @@ def _find_adapter(kind: type, array: Any) -> Adapter:
     if adapter is None and isinstance(getattr(array, "__cuda_array_interface__", None), dict):
         adapter = _from_cuda_interface
     if adapter is None:
+        # This raises for what has no memory, before an adapter is kept for its type.
         _memory_of(array)
         adapter = _from_memory
     _ADAPTERS[kind] = adapter

@@ -171,13 +171,14 @@ def import_memory(array: Any, stream: Any, handle: int) -> DLPackMemory:
         try:
             capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
         except TypeError:
-            # A producer of a DLPack version before 1.0.
+            # A producer of a DLPack version before 1.0 does not know max_version.
             capsule = array.__dlpack__(stream=stream)
     except (BufferError, RuntimeError, TypeError, ValueError) as e:
         what = f"{type(array).__module__}.{type(array).__name__}"
         raise DistTypeError(
             f"{what} cannot be communicated: its __dlpack__ raises {type(e).__name__}: {e}"
         ) from e
+    # The capsule is not renamed, as other consumers do: its own destructor releases the memory.
     name = _get_name(capsule)
     address = _get_pointer(capsule, name)
     read_only = False
@@ -193,6 +194,7 @@ def import_memory(array: Any, stream: Any, handle: int) -> DLPackMemory:
             " lanes cannot be communicated"
         )
     shape = tuple(tensor.shape[: tensor.ndim])
+    # Without strides the elements are in C order without gaps.
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else None
     if strides is not None and is_contiguous(shape, strides):
         strides = None

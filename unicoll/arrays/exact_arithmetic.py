@@ -118,6 +118,8 @@ def inexact_flag() -> InexactFlag:
 
 
 def _is_reliable(flag: InexactFlag) -> bool:
+    # NumPy adds whole vectors, and the elements that are left one by one. These lengths and places
+    # reach both, and each of them must set the flag.
     for count in (1, 7, _STEP):
         large, small = np.ones(count), np.zeros(count)
         for place in {0, count // 2, count - 1}:
@@ -127,6 +129,7 @@ def _is_reliable(flag: InexactFlag) -> bool:
                 return False
             small[place] = 2.0**-60
             np.add(large, small, out=large)
+            # An exact addition must keep the flag: callers read it once behind several additions.
             small[place] = 0
             np.add(large, small, out=large)
             if not flag.is_set():
@@ -171,6 +174,7 @@ class Summation:
         """Write the sums of up to :data:`_STEP` elements, of less than float64."""
         total, loaded = _scratch.arrays[0][: out.size], _scratch.arrays[1][: out.size]
         self._flag.clear()
+        # Widening is exact, so it does not set the flag.
         self._widen(parts[0], total)
         for values in parts[1:]:
             self._widen(values, loaded)
@@ -182,7 +186,7 @@ class Summation:
             if self._divides(parts):
                 total = self._divide(parts, total, np.full(total.size, -0.0), np.False_)
         if self._average and not self._divides(parts):
-            # Which is exact.
+            # The number of ranks is a power of two, so this is exact.
             np.divide(total, len(parts), out=total)
         self._narrow(total, out)
 
@@ -191,6 +195,8 @@ class Summation:
         total = self._sum_with_errors(parts)
         if self._average and not self._divides(parts):
             total = total / len(parts)
+            # Division by a power of two rounds only where the quotient is subnormal. Where the sum
+            # is too large, the average need not be. Such elements are computed once more.
             magnitude = np.abs(total)
             rounded = ~((magnitude > _SMALLEST_SPLIT) & (magnitude < _LARGEST_SPLIT)) & (total != 0)
             self._finish_averages(parts, total, rounded)
@@ -217,14 +223,17 @@ class Summation:
             self._widen(total, other)
             total = other
         missing.fill(0)
+        # The caller's parts[0] is only read: the sums alternate between two scratch arrays.
         for values in parts[1:]:
             if not wide:
                 self._widen(values, loaded)
                 values = loaded
             _add(total, values, new, loaded, work)
             total, new, other = new, other, new
+            # Only the addition of the errors counts: the sums are rounded as a rule, and `loaded`
+            # has what is missing in them.
             flag.clear()
-            # subtracted and not added: the sum of -0.0 and -0.0 is to be -0.0
+            # The errors are subtracted and not added: the sum of -0.0 and -0.0 is to be -0.0.
             np.subtract(missing, loaded, out=missing)
             rounded |= flag.is_set()
         if self._divides(parts):
@@ -234,7 +243,7 @@ class Summation:
         np.subtract(total, missing, out=new)
         if not wide:
             _move_off_ties(new, total, missing)
-        # NaN if any sum has an infinity, or a partial sum is too large.
+        # It is NaN if any sum has an infinity, or a partial sum is too large.
         largest = np.maximum.reduce(new)
         if rounded or largest != largest:
             self._finish(parts, new, rounded)
@@ -244,6 +253,7 @@ class Summation:
         """Write the sums that are not exact yet."""
         unfinished = np.isnan(sums)
         infinite = self._add_infinities(parts, sums) if unfinished.any() else np.False_
+        # The flag says only that some element was rounded; this finds which ones.
         if rounded:
             unfinished |= self._is_rounded(parts)
         places = np.flatnonzero(unfinished & ~infinite)
@@ -268,16 +278,20 @@ class Summation:
         more = (rest + errors) / ranks
         found = np.where(more == 0, quotient, quotient + more)
         magnitude = np.abs(quotient)
-        # also where the quotient is NaN, with which every comparison is False
+        # Quotients that are NaN are among these, because every comparison with NaN is False.
         unfinished = unfinished | ~(
             (magnitude > _SMALLEST_SPLIT) & (magnitude < _LARGEST_SPLIT)
         ) & (sums != 0)
         if not self._wide:
+            # If the quotient is in the middle between two numbers of a narrower type, its rounding
+            # needs the exact rest.
             unfinished |= ((found.view(np.int64) & _BELOW_TIE) == 0) & (more != 0)
         else:
+            # The value of `more` is rounded itself. Where an error of that size could change the
+            # result, the rest is computed exactly.
             margin = more * 2.0**-50
             places = np.flatnonzero((quotient + (more - margin)) != (quotient + (more + margin)))
-            # often a quotient is in the middle between two numbers, and then ``more`` is exact
+            # A quotient is often in the middle between two numbers, and then `more` is exact.
             rest, more, errors = rest[places], more[places], errors[places]
             left = np.empty(places.size)
             _add(rest, errors, left, errors, np.empty(places.size))
@@ -298,6 +312,7 @@ class Summation:
 
     def _is_rounded(self, parts: Sequence[Flat]) -> Flat:
         """True for the elements for which the sum of the errors is rounded."""
+        # These are new arrays: the scratch arrays still hold the caller's sums.
         total, new, loaded, work, missing = [*np.zeros((5, parts[0].size))]
         found = np.zeros(total.size, bool)
         self._widen(parts[0], total)
@@ -316,6 +331,7 @@ class Summation:
         found, loaded = np.zeros((2, sums.size))
         for values in parts:
             self._widen(values, loaded)
+            # Finite numbers count as 0, so what is left is the infinity or NaN that the sum is.
             loaded[np.isfinite(loaded)] = 0
             found += loaded
         unify_nans(found)
@@ -344,6 +360,7 @@ class Summation:
         # Round to float32 towards zero, but set the last bit of what is not exact: that keeps it
         # off the ties between two numbers of the element type (Boldo and Melquiond, Emulation of
         # FMA and correctly rounded sums, 2008).
+        # The caller's sums may be in the first two scratch arrays, but not in this one.
         bits, rest = total.view(np.int64), _scratch.arrays[2][: total.size].view(np.int64)
         np.bitwise_and(bits, _BELOW_FLOAT32, out=rest)
         np.add(rest, _BELOW_FLOAT32, out=rest)
@@ -369,7 +386,7 @@ class Accumulator:
     """
 
     def __init__(self, count: int, dtype: np.dtype[Any], half: HalfConversion | None) -> None:
-        # Which changes nothing that it is added to.
+        # Adding -0.0 changes no number, not even the sign of a zero.
         self.total = np.full(count, -0.0)
         self.missing: Flat | None = None
         self.rest: dict[int, list[float]] = {}
@@ -398,7 +415,7 @@ class Accumulator:
             return
         _add(total, loaded, new, error, work)
         largest = np.maximum.reduce(error)
-        # An infinity or NaN, or the sum is too large.
+        # It is NaN if there is an infinity or NaN, or if a sum is too large.
         if largest != largest:
             self._keep_finite(total, loaded, new, start)
             error[~np.isfinite(error)] = 0
@@ -412,6 +429,7 @@ class Accumulator:
         np.subtract(missing, error, out=new)
         if self._flag.is_set():
             np.negative(error, out=error)
+            # This subtraction was rounded, too: what is missing is kept as one more addend.
             _add(missing, error, new, error, work)
             self._keep(error != 0, -error, start)
         missing[...] = new
@@ -443,7 +461,7 @@ def _remainder(values: Flat, quotient: Flat, divisor: int) -> Flat:
     rounded."""
     work = quotient * _SPLIT
     upper = work - (work - quotient)
-    # both halves have so few bits that their products are exact
+    # Both halves have so few bits that their products are exact.
     remainder: Flat = (values - upper * divisor) - (quotient - upper) * divisor
     return remainder
 
@@ -478,6 +496,8 @@ def _exact(values: list[float], is_final: bool) -> float:
         return -0.0 if all(math.copysign(1, value) < 0 for value in values) else 0.0
     if is_final or struct.unpack("<q", struct.pack("<d", total))[0] & _BELOW_TIE:
         return total
+    # The sum is a float32 number, or in the middle between two: the sign of the rest says which
+    # side it is on.
     rest = math.fsum([*values, -total])
     return total if rest == 0 else math.nextafter(total, math.inf if rest > 0 else -math.inf)
 
@@ -496,7 +516,7 @@ def _exact_average(values: list[float], is_final: bool) -> float:
 
 def unify_nans(values: Flat) -> None:
     """Make every NaN the positive quiet one without payload: that of a sum depends on the order."""
-    # NaN if any is.
+    # It is NaN if any value is.
     largest = np.maximum.reduce(values) if values.size else 0
     if largest != largest:
         values[np.isnan(values)] = np.nan

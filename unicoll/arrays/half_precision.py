@@ -37,7 +37,7 @@ conversions over threads (its grain size), which would take cores from the other
 _log = logs.logger("arrays")
 
 
-# Not a pool: two blocks of fixed size per thread, never returned.
+# This is no pool: each thread has two blocks of fixed size, which it never returns.
 class _ScratchBuffers(threading.local):
     """Per-thread memory for intermediate results."""
 
@@ -76,7 +76,7 @@ overflow its exponent."""
 def _unify_nans(values: Flat, out: Flat, nan: int) -> None:
     """Write ``nan`` to ``out`` where ``values`` is NaN. (CPUs and packages differ in the sign and
     payload of NaNs.)"""
-    # NaN if any is.
+    # It is NaN if any value is.
     largest = np.maximum.reduce(values)
     if largest != largest:
         out.view(np.uint16)[np.isnan(values)] = nan
@@ -114,7 +114,8 @@ def _table() -> Flat:
 
 
 def _look_up_float16(values: Flat, out: Flat) -> None:
-    # The other modes copy to a buffer.
+    # In the other modes np.take writes to a buffer first. No index is out of range, so this one
+    # clips nothing.
     np.take(_table(), values.view(np.uint16), out=out, mode="clip")
 
 
@@ -139,7 +140,7 @@ def _round_float16(values: Flat, out: Flat) -> None:
     bits, n = values.view(np.uint32), values.size
     size, scale = scratch.bits[:n], scratch.more_bits[:n]
     np.bitwise_and(bits, _MAGNITUDE, out=size)
-    # Or infinite, or NaN.
+    # Infinities and NaN are among these.
     if np.maximum.reduce(size) >= _OVERFLOW:
         _cast_float16(values, out)
         return
@@ -154,7 +155,7 @@ def _round_float16(values: Flat, out: Flat) -> None:
     np.bitwise_and(scale, _SIGN, out=scale)
     np.add(size, scale, out=size)
     short = out.view(np.uint16)
-    # Keeps the lower 16 bits; drops the exponent's bits above the mantissa.
+    # The cast keeps the lower 16 bits, and drops the exponent's bits above the mantissa.
     short[...] = size
     np.add(short, _REBIAS, out=short)
 
@@ -182,12 +183,14 @@ class _Package:
         if not self._checked:
             module = sys.modules.get(self.name)
             spec = getattr(module, "__spec__", None)
-            # Another thread is importing it.
+            # In the second case another thread is importing it.
             if module is None or getattr(spec, "_initializing", False):
                 return None
             passed = self._passing(module)
             if passed is None:
                 return None
+            # The conversions are set first: another thread, which takes no lock, uses them as soon
+            # as it sees that they were checked.
             self._conversions, self._checked = passed, True
         return self._conversions.get(name)
 
@@ -195,7 +198,7 @@ class _Package:
         try:
             conversions = self._make(module)
         except Exception as e:
-            # An old version, or one built for another NumPy.
+            # It is an old version, or one built for another NumPy.
             _log.debug("%s cannot convert half types: %s", self.name, e)
             return {}
         if conversions is None:
@@ -270,6 +273,7 @@ def _compare_narrow(convert: Convert, reference: Convert, halves: Flat) -> str |
     values = _critical()
     for start in range(0, values.size, BLOCK):
         block = values[start : start + BLOCK].copy()
+        # NaN is left out, since its bits are made equal after each conversion.
         block = block[block == block]
         actual, expected = np.empty(block.size, halves.dtype), np.empty(block.size, halves.dtype)
         convert(block, actual)

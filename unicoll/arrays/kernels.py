@@ -162,6 +162,8 @@ class Kernel:
             out[...] = contributions[0]
             return
         acc, ufunc = contributions[0], self.ufunc
+        # Partial sums need memory of their own: `out` may be a contribution that is still to be
+        # read.
         buffer = out if disjoint else scratch.pair(self.acc)[0][: out.size]
         for values in contributions[1:-1]:
             acc = ufunc(acc, values, out=buffer)
@@ -188,11 +190,13 @@ class ExactKernel(Kernel):
     at_once = True
 
     def __init__(self, dtype: DType, op: Reduction) -> None:
-        # Not at import: it loads the C library.
+        # This is imported only here, because it loads the C library.
         from unicoll.arrays import exact_arithmetic
 
         super().__init__(dtype, ReduceOp.AVG if op == ReduceOp.EXACT_AVG else ReduceOp.SUM)
         self.plain = False
+        # Partial sums would be rounded: code that ignores `at_once` gets an error in place of a
+        # wrong sum.
         self.ufunc = _refuse
         self._part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else None
         self._sum = exact_arithmetic.Summation(self._part or self.storage, self._half, self.average)
@@ -200,13 +204,15 @@ class ExactKernel(Kernel):
         self._of_two = Kernel(dtype, ReduceOp.SUM)
 
     def combine(self, contributions: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
-        # Of a complex number.
+        # The two parts of complex numbers are added as real numbers.
         part = self._part
         if len(contributions) > 2 or self.average:
             if part is not None:
                 contributions, out = [values.view(part) for values in contributions], out.view(part)
             self._sum.combine(contributions, out)
             return
+        # One addition rounds the exact sum of two numbers once, also that of half types
+        # (exact_arithmetic says why).
         for start in range(0, out.size, BLOCK):
             result = out[start : start + BLOCK]
             self._of_two.combine(
@@ -279,7 +285,7 @@ class IntegerAverageKernel(Kernel):
         """Add ``ranks - 1`` to the sums whose sign is negative, so that floor division rounds them
         towards zero."""
         if self._sums.kind == "i":
-            # -1 for a negative number, otherwise 0.
+            # The shift gives -1 for a negative number, otherwise 0.
             np.right_shift(sign, np.int64(63), out=work)
             np.bitwise_and(work, np.int64(ranks - 1), out=work)
             np.add(sums, work, out=sums)
@@ -327,7 +333,8 @@ def kernel_for(dtype: DType, op: Reduction) -> Kernel:
     key = dtype.code, op.key
     found = _kernels.get(key)
     if found is None:
-        # Each factor of PREMUL_SUM is another reduction.
+        # Each factor of PREMUL_SUM is a reduction of its own, so a program may use any number of
+        # them.
         if len(_kernels) >= _MAX_KERNELS:
             _kernels.clear()
         found = _kernels[key] = _class_for(dtype, op)(dtype, op)
@@ -353,7 +360,7 @@ def quiet_runner() -> Callable[..., Any]:
     """
     if int(np.__version__.partition(".")[0]) < 2:
         return lambda function, *args: np.errstate(all="ignore")(function)(*args)
-    # Empty: it keeps no value of the caller alive.
+    # The context is empty, so it keeps no value of the caller alive.
     context = contextvars.Context()
     context.run(np.seterr, all="ignore")
     return context.run

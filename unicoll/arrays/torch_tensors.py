@@ -58,6 +58,8 @@ def torch_family(kind: type) -> Adapter | None:
     def adapt_subclass(tensor: Any) -> Buffer:
         with without_overrides():
             plain = detach(tensor)
+            # A detached tensor has no history, so whether autograd needs the values is asked of the
+            # tensor itself.
             in_a_graph = requires_grad(tensor) and grad_fn(tensor) is not None
         buffer = adapt(plain)
         buffer.owner = tensor
@@ -85,6 +87,7 @@ class ProfilerWatch:
         """Set :attr:`running` from torch's module, and call :attr:`changed`; several threads may
         call this at once."""
         with self._lock:
+            # Another thread may have handled the change since the caller compared the two.
             running = profiler._is_profiler_enabled
             if running is not self.running:
                 self.running = running
@@ -107,6 +110,7 @@ def _torch_adapter(torch: Any) -> Adapter:
         profiler = SimpleNamespace(_is_profiler_enabled=False)
 
     def adapt(tensor: Any) -> Buffer:
+        # This reads two attributes per call; the lock is taken only at a change.
         if profiler._is_profiler_enabled is not watch.running:
             watch.update(profiler)
         dtype = by_torch.get(tensor.dtype)
@@ -168,6 +172,7 @@ def as_integers(tensor: Any, dtype: DType) -> Any:
 def _packed_tensor(source: Any, dtype: DType) -> tuple[Any, Callable[[], None]]:
     """A contiguous copy of a tensor, and the function that copies it back."""
     source = as_integers(source, dtype)
+    # The memory of a conjugated or negated tensor has the elements before that operation.
     packed = source.resolve_conj().resolve_neg().contiguous()
 
     def copy_back() -> None:
@@ -181,7 +186,7 @@ def _packed_tensor(source: Any, dtype: DType) -> tuple[Any, Callable[[], None]]:
 def _cuda_stream(torch: Any, index: int) -> Callable[[], int]:
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-    # Slower than the private function.
+    # The public function is slower than the private one.
     def public_api() -> int:
         return int(torch.cuda.current_stream(index).cuda_stream)
 

@@ -70,7 +70,7 @@ DTYPES: tuple[DType, ...] = (
     DType(16, "float8_e4m3fn", "f", "u1", native=False),
     DType(17, "float8_e5m2", "f", "u1", native=False),
 )
-# The order gives the codes: new ones come last.
+# The order gives the codes, which are never reused: new types come last.
 _MOVED = """
 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 float8_e4m3b11fnuz float8_e3m4 float8_e4m3 float6_e2m3fn
 float6_e3m2fn float4_e2m1fn int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7
@@ -169,7 +169,7 @@ def _bits(factor: Any) -> tuple[int, ...]:
     processes.
     """
     words = struct.unpack("<4I", struct.pack("<2d", factor.real, factor.imag))
-    # What a double cannot hold.
+    # An integer may have more bits than a double can hold.
     rest = factor - int(float(factor)) if isinstance(factor, int) else 0
     return (*words, rest & 0xFFFF_FFFF) if rest else words
 

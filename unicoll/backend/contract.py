@@ -181,6 +181,7 @@ class Job:
     def shared(self, name: str, make: Callable[[], Any]) -> Any:
         """A resource of which a backend has one per process and job, a listener for example; closed
         with the job."""
+        # The resource is made with the lock, so that two threads do not make two of it.
         with self._lock:
             if name not in self._shared:
                 self._shared[name] = make()
@@ -234,7 +235,7 @@ class Context:
     def store(self) -> Store:
         """The job's store, with keys of this group alone: every key gets the group's name as a
         prefix."""
-        # Few backends need it.
+        # It is imported here because few backends need it.
         from unicoll.net.stores import PrefixStore
 
         return PrefixStore(f"group/{self.name}", self.job.store)

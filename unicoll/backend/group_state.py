@@ -64,6 +64,8 @@ class GroupState:
         It is called on the thread that learns of the failure, maybe within a call of the group. It
         wakes what waits, and must not run functions of the user.
         """
+        # With the lock an abort() at the same time either finds the listener in the list, or has
+        # set the error before it is read here. So the listener is called once.
         with self._lock:
             self._listeners.append(listener)
             failure = None if self.closed else self.error
@@ -78,6 +80,8 @@ class GroupState:
     def check(self) -> None:
         """Raise the error that has ended the group, if there is one."""
         if self.error is not None:
+            # All calls raise this one object. The traceback of the last call would grow with each
+            # of them, and keep frames and their arrays alive.
             raise self.error.with_traceback(None) from self.error.__cause__
 
     def abort(self, error: Exception) -> None:
@@ -91,7 +95,8 @@ class GroupState:
                 return
             self.error = failure = operation_errors.group_aborted_error(self.context, error)
             listeners = [*self._listeners]
-        # An error in one does not keep the others from being called.
+        # An error in one does not keep the others from being called. The stack calls the last one
+        # first, so they are added in reverse order.
         with ExitStack() as stack:
             for listener in reversed(listeners):
                 stack.callback(listener, failure)
@@ -103,7 +108,8 @@ class GroupState:
             try:
                 error = operation_errors.announce(self.context, error)
             finally:
-                # Also if a signal's handler ends the wait for the answer.
+                # The group fails on this rank also if a signal's handler ends the wait for the
+                # answer.
                 self.abort(error)
 
     def fail(self, error: DistError) -> NoReturn:
@@ -124,6 +130,7 @@ class GroupState:
         ended = self.find_ended_member(peer, self.deadline or time.monotonic() + self.call.timeout)
         if ended is not None:
             self.fail(self.lost_error(*ended))
+        # No member has ended, or the search has stopped because the group has failed.
         self.check()
         self.fail(self.lost_error(peer, reason))
 
@@ -138,6 +145,8 @@ class GroupState:
         context, control = self.context, self.context.job.control
         deadline = time.monotonic() + _NOTICE_S
         while control is not None and self.error is None:
+            # A member that fails the group closes its connections, too. Then its error is the
+            # reason, so this is asked first.
             if (failure := control.group_failure(context.name)) is not None:
                 self.abort(failure)
             elif (
@@ -187,6 +196,7 @@ class GroupState:
         call, now = self.call, time.monotonic()
         assert call is not None
         if not self.deadline:
+            # The wait began a tick ago: this is called when it has made no progress for one.
             self.deadline = now - TICK_S + call.timeout
         if now >= self.deadline:
             self.fail(operation_errors.timeout_error(self.context, call, self.links))

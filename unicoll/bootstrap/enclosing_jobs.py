@@ -37,7 +37,8 @@ def ancestors() -> list[tuple[str, int]]:
             stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
             break
-        # "pid (name) state ppid ...": the name may contain spaces and parentheses.
+        # The line is "pid (name) state ppid ...". The name may contain spaces and parentheses, so
+        # the last parenthesis is its end.
         head, _, tail = stat.rpartition(")")
         found.append((head.partition("(")[2], pid))
         pid = int(tail.split()[1])
@@ -60,17 +61,24 @@ def own_environment(environ: Environ = os.environ) -> Environ:
         name: (environ[name].strip(), size and environ[size].strip())
         for name, (_, size) in rows.items()
     }
+    # Without a contradiction nothing needs to be ignored, and /proc is not read.
     if len({*values.values()}) < 2:
         return environ
     inherited = [*_initial_environments()]
     ages = {name: _age(row, environ, inherited) for name, (row, _) in rows.items()}
-    # The first of several.
+    # Of equal ages min() takes the first row, so that the order of the table decides.
     inner = min(rows, key=lambda name: ages[name])
+    # Older variables with the same rank and size are kept: they describe the same processes.
     outer = {name for name in rows if ages[name] > ages[inner] and values[name] != values[inner]}
+    # At equal ages the table prefers RANK and WORLD_SIZE, which a shell may have set and each
+    # process of mpirun then inherits. If MPI's launcher has started more processes than WORLD_SIZE,
+    # several of them would take one rank.
     if inner == TORCH_STYLE.rank:
         _check_size(
             {name: pair for name, pair in rows.items() if ages[name] == ages[inner]}, environ
         )
+    # The address and the store of an enclosing job go together with its RANK. With one of them
+    # alone this job would meet at the other job's store.
     return {
         name: value
         for name, value in environ.items()
@@ -115,7 +123,8 @@ def _initial_environments() -> Iterator[dict[str, str]]:
         try:
             entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
-            # Another user's process.
+            # This is another user's process, or it has ended. The list ends here, because an age is
+            # a count of consecutive processes.
             return
         pairs = (os.fsdecode(entry).partition("=") for entry in entries)
         yield {name: value for name, _, value in pairs}
@@ -137,6 +146,8 @@ def mark_joined(launched: LaunchInfo, environ: Environ = os.environ) -> None:
 
     Not if it is the only rank and opens no port: its subprocesses can be jobs like it.
     """
+    # Rank and size that come from MPI itself ("mpi") are in no variable, so a subprocess does not
+    # inherit them.
     alone = launched.world_size == 1 and not any(map(environ.get, _ADDRESSES))
     if launched.name != "mpi" and not alone:
         os.environ[_JOINED] = f"{os.getpid()} {_identity(launched, environ)}"
@@ -144,6 +155,7 @@ def mark_joined(launched: LaunchInfo, environ: Environ = os.environ) -> None:
 
 def unmark_joined() -> None:
     """This process has left the job."""
+    # A forked child keeps the mark of its parent, which is still in the job.
     if os.environ.get(_JOINED, "").startswith(f"{os.getpid()} "):
         del os.environ[_JOINED]
 
@@ -157,6 +169,8 @@ def refuse_subprocess(
     launched = detect() if identity else None
     if launched is None or identity != _identity(launched, environ):
         return
+    # The mark alone proves nothing: it may be left over from a process that has ended, or its
+    # process may have handed its environment to one that it has not started.
     name = next((name for name, ancestor in ancestors() if str(ancestor) == pid), None)
     if name is not None:
         raise DistArgumentError(

@@ -87,7 +87,8 @@ def _not_a_slurm_task(environ: Environ) -> str | None:
     if not step.isdigit() or int(step) >= _FIRST_RESERVED_STEP:
         return f"SLURM_STEP_ID={step} is a batch script's or a shell's step: not started by srun"
     if "MPI_LOCALRANKID" in environ:
-        # Hydra starts one proxy per host with srun, and the ranks inherit the proxy's SLURM_PROCID.
+        # Hydra starts one proxy per host with srun, and all ranks of a host inherit the
+        # SLURM_PROCID of their proxy.
         return "SLURM_PROCID belongs to the launcher that set MPI_LOCALRANKID"
     return None
 
@@ -131,7 +132,7 @@ TORCH_STYLE = LauncherRow(
 )
 
 HYDRA = LauncherRow(
-    # MPICH's Hydra, Cray MPICH, Microsoft MPI: all of PMI's first version.
+    # MPICH's Hydra, Cray MPICH and Microsoft MPI set these variables of PMI's first version.
     "mpich",
     rank="PMI_RANK",
     size=("PMI_SIZE",),
@@ -142,6 +143,12 @@ HYDRA = LauncherRow(
     mpi=True,
 )
 
+# The first complete row is used, so the order says which launcher is the inner one where a process
+# has the variables of two. A row with a marker comes before the row with the same variables and no
+# marker. Open MPI's comes before Slurm's, because mpirun may start its daemons with srun. Hydra's
+# comes after it, because srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE as well; _not_a_slurm_task()
+# finds out whether Hydra has set them. The rows of pods are last: torchrun and mpirun may run in a
+# pod.
 LAUNCHERS: tuple[LauncherRow, ...] = (
     replace(TORCH_STYLE, name="unicoll", marker="UNICOLL_LAUNCHER", job=("TORCHELASTIC_RUN_ID",)),
     replace(
@@ -149,7 +156,8 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
     ),
     TORCH_STYLE,
     LauncherRow(
-        # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the rank of the node.
+        # There is no node_rank: OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the rank
+        # of the node.
         "openmpi",
         rank="OMPI_COMM_WORLD_RANK",
         size=("OMPI_COMM_WORLD_SIZE",),
@@ -160,7 +168,7 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         mpi=True,
     ),
     LauncherRow(
-        # With Spectrum MPI it sets Open MPI's variables, too.
+        # With Spectrum MPI jsrun sets Open MPI's variables, too.
         "jsrun",
         rank="JSM_NAMESPACE_RANK",
         size=("JSM_NAMESPACE_SIZE",),
@@ -169,7 +177,8 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         mpi=True,
     ),
     LauncherRow(
-        # Before Slurm, which may have started Flux itself, and PMI, which Flux provides.
+        # This row comes before Slurm's, which may have started Flux itself, and before PMI's, whose
+        # variables Flux sets.
         "flux",
         rank="FLUX_TASK_RANK",
         size=("FLUX_JOB_SIZE",),
@@ -249,8 +258,8 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         one_per_host=True,
     ),
     LauncherRow(
-        # A pod of an indexed Job, or of a JobSet with one; the address of pod 0 differs between
-        # jobs.
+        # This is a pod of an indexed Job, or of a JobSet with one. MASTER_ADDR, the address of pod
+        # 0, differs between jobs.
         "kubernetes",
         rank="JOB_COMPLETION_INDEX",
         size=("WORLD_SIZE",),

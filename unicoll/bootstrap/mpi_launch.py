@@ -64,15 +64,22 @@ def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MP
     if detected is None:
         by_mpi = launchers.has_rank_without_size()
     else:
+        # With another world size than the launcher's the caller describes other processes than
+        # those that MPI's launcher has started. If MPI is requested by name, the arguments have no
+        # effect.
         by_mpi = detected.started_by_mpi and (by_name or world_size in (-1, detected.world_size))
     choices = backend_choice.choose(backend, by_mpi)
     if not any(c.name == "mpi" for c in choices):
         if by_mpi and not all(c.explicit for c in choices):
             _warn(detected, registry.reason_against("mpi"))
+        # MPI is not started here, because only a rendezvous without an address needs it.
         spare = partial(_spare_store, detected) if by_mpi and detected is not None else None
         return MPIJobStart(rank, world_size, spare_store=spare)
     world = registry.mpi_world(timeout)
     launched = detected or launchers.from_mpi_world(world.rank, world.size)
+    # A world of one process without a launcher shows that no mpirun has started this process. For a
+    # job of one rank that requests MPI by name this is right. A library that does not know the
+    # launcher's protocol makes each process a world of one, which the second condition finds.
     alone = detected is None and world.size == 1 and (world_size > 1 or not by_name)
     if alone or launched.world_size != world.size:
         reason = _reason_against(launched, world, world_size)
@@ -140,7 +147,8 @@ def detect() -> LaunchInfo | None:
     try:
         return launchers.detect()
     except DistArgumentError:
-        # The rendezvous raises it if it needs the launcher.
+        # The rendezvous raises the same error if it needs the launcher; with complete arguments it
+        # does not.
         return None
 
 

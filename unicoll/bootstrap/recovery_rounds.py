@@ -95,6 +95,8 @@ class Round(NamedTuple):
     def apply_to(self, found: Members) -> Members:
         """Rank, size and the namespace in the store for the rendezvous of the members; ``found`` is
         the launcher's."""
+        # Each round is a rendezvous of its own: records and claims of a round whose members did not
+        # all join have no effect on the next one.
         found.location.namespace += f"/recovery/{self.number}"
         ranks = [member.rank for member in self.members]
         return replace(
@@ -121,6 +123,8 @@ class Round(NamedTuple):
 
         location.wrap = wrap
         yield
+        # The job goes on using the store. This process has joined the others now, so it need not
+        # ask before each operation whether one has given up.
         for store in watching:
             store.flag = ""
 
@@ -134,6 +138,7 @@ class _WatchedStore(PrefixStore):
         self._other = other
         self.flag = flag
 
+    # Operations of PrefixStore pass each key here, so the flag is checked before each one.
     def _full_key(self, key: str, op: str) -> str:
         if self.flag and self._other.check([self.flag]):
             raise GroupAbortedError(
@@ -142,6 +147,9 @@ class _WatchedStore(PrefixStore):
         return key
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        # The flag is checked only where an operation begins, so a long wait is made of short ones.
+        # The last one raises the error of the caller's timeout, and has a positive length, because
+        # 0 means no limit to some stores.
         deadline = time.monotonic() + seconds_of(self.timeout if timeout is None else timeout)
         while self.flag and seconds_left(deadline) > _WAIT_S:
             with suppress(StoreTimeoutError):
@@ -152,6 +160,7 @@ class _WatchedStore(PrefixStore):
         return self._store.list_keys()
 
     def clone(self) -> PrefixStore:
+        # A clone would be a store without the check.
         raise self._unsupported("clone")
 
 
@@ -182,11 +191,18 @@ def form_round(
         DistStoreError, DistNetworkError: the store cannot be reached, or has other values.
     """
     store: Store = PrefixStore(f"{found.location.namespace}/recovery", root)
+    # The members' records, and so the state that all take over, come from holders of the secret
+    # only. The rounds have a key of their own: the job's key does not exist before its members are
+    # known.
     if found.secret.key:
         assert isinstance(store, PrefixStore)
         store = SignedStore(store, hmac.digest(found.secret.key, b"recovery", "sha256"))
+    # If a new store has replaced the one of a lost rank, its numbers begin anew. Processes that
+    # were in earlier rounds move the number forward, so that all wait in one round.
     _skip_to(store, last)
     number = _last_formed(store)
+    # A process that was started in place of one that died while it joined finds its own rank in the
+    # list of the last round. The other members of that round wait for the dead process.
     if number and (found_list := store.try_get(f"{number}/members")) is not None:
         _announce_loss(Round(number, _unpacked(found_list), store), own)
     while True:
@@ -195,6 +211,8 @@ def form_round(
         with warn_while_waiting("", partial(_describe_wait, store, number, found.world_size), _say):
             members = _take_part(store, number, own, found.world_size, deadline, min_size, root)
         formed = Round(number, members, store)
+        # The comparison includes the token, so the record of another process with this rank does
+        # not count as this one's.
         if own in formed.members:
             return formed
         _announce_loss(formed, own)
@@ -219,8 +237,12 @@ def _take_part(
     """The members of a round; none if later rounds have been formed and this one has not."""
     list_key = f"{number}/members"
     own_key = _key(number, own.rank)
+    # The record of a process that died is overwritten, so this is no compare_set. Each process
+    # first stores its record and then looks for the others': at least the last one sees all, so a
+    # complete round is formed without a wait.
     store.set(own_key, _packed([own]))
-    # True for the last one that arrives.
+    # This is true for the last one that arrives, and maybe for several at the same time, which
+    # _form() allows.
     if store.check([_key(number, rank) for rank in range(size)]):
         members = _form(store, number, size, size)
     else:
@@ -229,9 +251,14 @@ def _take_part(
         with suppress(StoreTimeoutError):
             store.wait([list_key], max(0.001, min(_WAIT_S, deadline - time.monotonic())))
             return _unpacked(store.get(list_key))
+        # The list is stored before the number of the last round moves on. So a list that is not
+        # there now will not come: the number has jumped over this round (_skip_to), and the process
+        # goes on to a later one.
         if _last_formed(store) >= number:
             found = store.try_get(list_key)
             return [] if found is None else _unpacked(found)
+        # The launcher replaces no rank once a program has ended in order, so the round would never
+        # be complete. With min_size the others can go on without that rank.
         if min_size is None and root.check([ENDED_KEY]):
             rank = int(root.get(ENDED_KEY))
             raise RankLostError(
@@ -240,6 +267,8 @@ def _take_part(
         if time.monotonic() >= deadline:
             members = _form(store, number, size, size if min_size is None else min_size)
             if members is None:
+                # Otherwise a later process would count this one, which does not wait any more, as a
+                # member.
                 store.delete_key(own_key)
                 raise _timeout(store, number, own, size, min_size)
     return members
@@ -255,6 +284,9 @@ def _form(store: Store, number: int, size: int, least: int) -> list[Member] | No
     members = [_unpacked(record)[0] for record in records if record is not None]
     if len(members) < least:
         return None
+    # Several processes may form the round at the same time, with different lists at a deadline. The
+    # first one to store its list decides, and the others take that list. It is stored before the
+    # number moves on, on which the waiting processes rely (_take_part).
     found = store.compare_set(f"{number}/members", "", _packed(members))
     _skip_to(store, number)
     return _unpacked(found)
@@ -279,6 +311,8 @@ def _missing(store: Store, number: int, size: int) -> list[int]:
 
 
 def _describe_wait(store: Store, number: int, size: int) -> str:
+    # This runs on the thread of the warnings; an error of the store is raised by the call that
+    # waits.
     with suppress(DistError):
         if missing := _missing(store, number, size):
             return ranks_text(missing)
@@ -303,6 +337,8 @@ def _last_formed(store: Store) -> int:
 
 def _skip_to(store: Store, number: int) -> None:
     """Mark the rounds up to ``number`` as formed: no process waits in them."""
+    # Several processes may move the number at once. compare_set never moves it back, and who loses
+    # reads it again.
     while (last := _last_formed(store)) < number:
         store.compare_set("last", str(last) if last else "", str(number))
 

@@ -57,8 +57,9 @@ STALE_SECONDS = 10.0
 """How long a rank that another process has claimed, or that finds another job's record, waits for
 rank 0's next record before it reports the conflict."""
 
-# The last rendezvous of this process, as (token, rank); tokens are random, so the address does not
-# matter.
+# The last rendezvous of this process, as (token, rank). Tokens are random, so the address does not
+# matter. A record that this process has used as this rank is that of an earlier rendezvous:
+# _await_record() waits for the next one.
 _used: deque[tuple[str, int]] = deque(maxlen=1000)
 _lock = threading.Lock()
 
@@ -93,7 +94,7 @@ class StoreLocation(ABC):
     outlives_jobs = False
     found_again = False
     wrap: Callable[[Store], Store] | None = None
-    # To close.
+    # The open store, which close() closes.
     _store: Store | None = None
 
     @abstractmethod
@@ -218,12 +219,17 @@ def agree_on_store(
             return _agree_at(location, root, rank, world_size, secret, deadline, job)
         except (DistStoreError, DistNetworkError) as error:
             location.close()
+            # Rank 0 had time to replace a stale record (STALE_SECONDS), so the store is not opened
+            # again.
             if isinstance(error, _OtherJobError):
                 raise DistStoreError(str(error), rank=rank) from None
+            # A passed deadline and a wrong secret are final. A server that closes the connection
+            # before its hello may be one that is shutting down, see below.
             final = isinstance(error, (StoreTimeoutError, AuthenticationError))
             if final and not isinstance(error, NoAnswerError):
                 raise
-            # This may have been the server of an earlier rendezvous, which has stopped meanwhile.
+            # This may have been the server of an earlier rendezvous, which has stopped meanwhile;
+            # another one may listen at its address soon.
             if not location.reopens or rank == 0 or time.monotonic() >= deadline:
                 raise
             time.sleep(0.05)
@@ -241,6 +247,7 @@ def _agree_at(
     deadline: float,
     job: str = "",
 ) -> AgreedStore:
+    # A handler may determine rank and world size only when it opens the store.
     if location.members is not None:
         rank, world_size = location.members
     store = PrefixStore(location.namespace, root)
@@ -248,6 +255,7 @@ def _agree_at(
         record = _publish(location, store, world_size, secret, job)
     else:
         record = _await_record(location, store, rank, secret, deadline, job)
+    # The record counts as used also if this rank refuses it below: a repeated call needs a new one.
     with _lock:
         _used.append((record.token, rank))
     namespace = PrefixStore(f"{location.namespace}/{record.token}", root)
@@ -260,6 +268,7 @@ def _agree_at(
             f"world_size is {record.world_size} on rank 0 and {world_size} on rank {rank}",
             rank=rank,
         )
+        # Rank 0 has published its record, and would wait for this rank until its deadline.
         with suppress(DistError):
             publish_refusal(SignedStore(namespace, key), rank, error)
         raise error
@@ -276,6 +285,7 @@ def _agree_at(
 def _check_secrets(location: StoreLocation, record: JobRecord, rank: int, secret: Secret) -> None:
     """Refuse the record of a job with another secret; if ``secret`` is empty, of a job with a
     secret."""
+    # The record has a key exactly if rank 0 has no secret (_publish).
     rank0_has_secret = not record.key
     if rank0_has_secret == bool(secret.key):
         if not secret.key or hmac.compare_digest(record.signature, record.signature_by(secret.key)):
@@ -317,6 +327,11 @@ def _publish(
     record = JobRecord(secrets.token_hex(8), world_size, private, key, _digest(job))
     if secret.key:
         record = record._replace(signature=record.signature_by(secret.key))
+    # The order of the next steps matters. The claim comes before the record, so whoever reads the
+    # record finds who holds rank 0 (refuse_second_rank_0). The earlier record is read before it is
+    # overwritten. Its claims are removed only after that: a rank that claims under the old token
+    # afterwards reads the record once more, and finds the new one (_await_record). Without the
+    # removal a store that many jobs use one after another would grow.
     replaced = store.try_get("generation")
     _claim(location, PrefixStore(record.token, store), 0)
     store.set("generation", record.format())
@@ -338,13 +353,16 @@ def _await_record(
     pauses = backoff(0.005, 0.1)
     own = _digest(job)
     while True:
-        # Not in a local variable as text: it may contain the key.
+        # The text is in no local variable, because it may contain the key, and tracebacks may show
+        # local variables. JobRecord has it as a Key, whose repr hides it.
         record = JobRecord.parse(
             store.try_get("generation") or _wait(location, store, rank, deadline)
         )
         if record.token != refused and not was_used(record.token, rank):
             _check_secrets(location, record, rank, secret)
             try:
+                # Ids that are unknown on one of the two sides prove nothing: only two known ids
+                # that differ do.
                 if len({record.job, own, "-"}) == 3:
                     raise _OtherJobError(
                         f"rank 0's record in the store at {location.address} is another job's than"
@@ -354,11 +372,16 @@ def _await_record(
                     )
                 claims = PrefixStore(record.token, store)
                 _claim(location, claims, rank)
+                # Rank 0 may have replaced the record between the first look and the claim. It has
+                # removed the claims under the old token by then, or is about to, so this one is
+                # removed here.
                 if JobRecord.parse(store.get("generation")).token == record.token:
                     return record
                 claims.delete_key(f"rank/{rank}")
             except _OtherJobError as error:
-                # The record may be an earlier job's; then rank 0 publishes another one soon.
+                # The record may be an earlier job's; then rank 0 publishes another one soon. Until
+                # then the same record is not tried again, and the conflict is reported if no other
+                # one comes.
                 other, refused = error, record.token
                 give_up = min(deadline, time.monotonic() + STALE_SECONDS)
         if time.monotonic() >= give_up:
@@ -400,6 +423,7 @@ def refuse_second_rank_0(namespace: str, root: Store, secret: bytes) -> DistStor
     too."""
     records = PrefixStore(namespace, root)
     own, other = f"{interfaces.hostname()}, pid {os.getpid()}", "another host"
+    # The other process is named if its record can still be read; the error is raised in any case.
     with suppress(DistError):
         token = JobRecord.parse(records.get("generation")).token
         other = _holder(PrefixStore(token, records).get("rank/0"))
@@ -417,6 +441,7 @@ def _holder(claim: bytes) -> str:
 
 
 def _claim(location: StoreLocation, store: Store, rank: int) -> None:
+    # The random part tells two claims of one process apart, as threads of it may be several ranks.
     claim = f"{interfaces.hostname()}, pid {os.getpid()}, {secrets.token_hex(4)}"
     holder = store.compare_set(f"rank/{rank}", "", claim)
     if holder != claim.encode():

@@ -36,6 +36,7 @@ def raise_before_sigterm(job: Job) -> None:
 
 def _release(job: Job) -> None:
     _jobs.remove(job)
+    # The thread comes first, because release() has no effect while it is used.
     signal_thread.leave_thread()
     if not _jobs:
         signal_thread.release(signal.SIGTERM)
@@ -44,7 +45,11 @@ def _release(job: Job) -> None:
 def _await_error() -> None:
     deadline = time.monotonic() + _NOTICE_S
     while time.monotonic() < deadline:
+        # The program goes on beside this thread and may leave a job, so the loop is over a copy.
         controls = [job.control for job in [*_jobs] if job.control is not None]
+        # Ranks that have left in order are no reason for the SIGTERM. The call of the program that
+        # waits gets the same notice, and has _RAISED_S seconds to raise its error and end the
+        # program.
         if any(control.departed.keys() - control.left for control in controls):
             time.sleep(_RAISED_S)
             return
@@ -56,14 +61,17 @@ def before_sigterm(wait: Callable[[], object]) -> None:
     the signal."""
 
     def end() -> None:
+        # A process that is told to end does so also if the wait fails.
         try:
             wait()
         finally:
             signal_thread.end_by(signal.SIGTERM)
 
     def start() -> None:
-        # The program goes on meanwhile, and may end.
+        # This may run in the main thread within any other call, so it must not wait. The program
+        # goes on meanwhile, and may end: a daemon thread does not delay that.
         threading.Thread(target=end, name="unicoll-end", daemon=True).start()
 
+    # The order matters: use_thread() has no effect while no signal is handled.
     signal_thread.handle(signal.SIGTERM, start)
     signal_thread.use_thread()

@@ -53,7 +53,8 @@ class CallbackThread:
         try:
             self._attached.add(callback)
         except BaseException:
-            # Of a signal's handler.
+            # A signal's handler may raise behind add(). The function would be attached to nothing
+            # then, and count as pending for ever.
             self._attached.discard(callback)
             raise
         return callback
@@ -63,9 +64,9 @@ class CallbackThread:
             try:
                 completion.run_callbacks()
             except BaseException:
-                # The other operations have callbacks, too.
+                # The thread goes on, because the other operations have callbacks, too.
                 logs.logger("backend").exception("a callback failed")
-            # It refers to arrays.
+            # The name would keep the arrays of the operation alive until the next one ends.
             del completion
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ def _mark(error: BaseException, name: str) -> None:
 def mark_unchanged(error: BaseException) -> None:
     """Say that the call which ``error`` ends has changed nothing, on any rank: as if it had not
     been made."""
-    # The group fails by what cannot be marked.
+    # An exception that cannot be marked fails the group.
     _mark(error, _UNCHANGED)
 
 
@@ -52,7 +52,7 @@ def leaves_doubt(error: BaseException) -> bool:
 def mark_delivered(error: BaseException | None) -> None:
     """Say that a call raises ``error`` to the program, or returns it; None is ignored."""
     if error is not None:
-        # Closing the group raises again what cannot be marked.
+        # An error that cannot be marked is raised once more when the group is closed.
         _mark(error, _DELIVERED)
 
 

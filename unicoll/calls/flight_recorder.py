@@ -33,9 +33,9 @@ _LIBRARIES = (
     "unicoll",
     "torch",
     "ray",
+    # The functions that torch has deprecated are wrapped by these two.
     "typing_extensions",
     "warnings",
-    # Torch's deprecated functions are wrapped.
 )
 _SUBMODULES = ("unicoll.", "torch.", "ray.")
 _MAX_ERROR = 1000
@@ -64,7 +64,7 @@ def snapshot() -> list[Any]:
         try:
             return list(ring())
         except RuntimeError:
-            # Other threads record meanwhile.
+            # Another thread has recorded a call meanwhile.
             continue
     return list(ring().copy())
 
@@ -118,7 +118,7 @@ class CallKind:
         self.backend = backend
         self.peer = call.peer
         self.tag = call.tag
-        # Each message is a kind of its own.
+        # Each message is a kind of its own, so the text is the name of the operation alone.
         self._text = call.op.name if call.op.message else call.describe()
         self._messages: dict[Any, CallKind] = {}
 
@@ -213,13 +213,12 @@ def end(pending: Sequence[PendingEntry], error: BaseException | None) -> None:
         if not entry.ended:
             entry.error = failure_text(error) if error is not None else ""
             entry.release()
+            # The time is set last, because an entry with one is read as a call that has ended.
             entry.ended = monotonic()
             if entry.on_end is not None:
-                with (
-                    _ON_END_LOCK
-                    # The thread that posts a call may end it at the same time as the one that ran
-                    # it.
-                ):
+                # The thread that posts a call may end it at the same time as the one that ran it:
+                # the function is called once.
+                with _ON_END_LOCK:
                     on_end, entry.on_end = entry.on_end, None
                 if on_end is not None:
                     on_end()

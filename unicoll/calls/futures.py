@@ -36,6 +36,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         ``self.value()``.
         """
         made: Future[S] = Future()
+        # A future that runs cannot be cancelled: the operation goes on anyhow.
         made.set_running_or_notify_cancel()
 
         def follow(_: Any) -> None:
@@ -98,7 +99,8 @@ def torch_future(
             torch.futures.Future(devices=devices), work, value or partial(_waited, work, outputs)
         )
     module = torch.get_device_module(outputs[0].device)
-    # One of torch's pool.
+    # The stream is one of torch's pool. It waits for the operation, and set_result() records an
+    # event on it; the caller's own stream does not wait.
     with module.stream(module.Stream(outputs[0].device)):
         ended = torch.futures.Future(devices=devices)
         try:

@@ -315,6 +315,8 @@ def _from_foreign(given: Any) -> Options:
     config = getattr(given, "config", None)
     values = {
         "deterministic": getattr(given, "deterministic", None),
+        # False is the value of an object in which the program has not set it, so it leaves the
+        # choice to the library.
         "high_priority": getattr(given, "is_high_priority_stream", None) or None,
     }
     for name in (option.name for option in fields(NCCLConfig)):

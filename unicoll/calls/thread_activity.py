@@ -67,6 +67,8 @@ def entered(
     """The calling thread is in a call, a wait, or a function of the user, during the ``with``
     block."""
     entry = (get_ident(), what, backend)
+    # The entry is added within the `try`: a signal's handler may raise as soon as append() has
+    # returned.
     try:
         entries.append(entry)
         yield
@@ -76,6 +78,7 @@ def entered(
 
 def activities(thread: int | None) -> list[Activity]:
     """What a thread is in, from the innermost to the outermost."""
+    # The list is copied first, because other threads change it at any time.
     return [Activity(*entry) for entry in [*entries][::-1] if entry[0] == thread]
 
 

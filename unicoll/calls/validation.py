@@ -65,7 +65,7 @@ def _write_refusal(buffer: Buffer) -> str:
             " torch.no_grad()"
         )
     kind = type(buffer.owner)
-    # A tensor of torch: none is read-only.
+    # It is a tensor of torch, and none of those is read-only.
     if hasattr(kind, "stride"):
         return "has several elements in the same memory; give its .clone()"
     shape, strides = getattr(buffer.owner, "shape", ()), getattr(buffer.owner, "strides", None)

@@ -86,7 +86,7 @@ class HostCompletion(Completion):
         begun: start time on the clock of ``time.perf_counter`` if the batch is timed, else 0.
     """
 
-    # the state of a new completion, which most completions change once
+    # These are the state of a new completion, which most completions change once.
     _done = False
     _error: BaseException | None = None
     _took = 0.0
@@ -98,7 +98,7 @@ class HostCompletion(Completion):
 
     def __init__(self, calls: tuple[Call, ...]) -> None:
         self.calls = calls
-        # Held until done: a bare lock wakes a waiter faster than an Event.
+        # The lock is held until the batch is done: a bare lock wakes a waiter faster than an Event.
         self._done_lock = threading.Lock()
         self._done_lock.acquire()
         self._callbacks: list[Callable[[], None]] = []
@@ -116,7 +116,8 @@ class HostCompletion(Completion):
         self._entries = (*self._entries, *entries) if self._entries else entries
         if self._started:
             flight_recorder.start(entries, self._started)
-        # Else finish() sees the entries.
+        # If the batch ends from here on, finish() sees the entries. If both find them, only the
+        # first end of an entry counts.
         if self._done:
             flight_recorder.end(entries, self._error)
 
@@ -126,21 +127,22 @@ class HostCompletion(Completion):
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the batch ended and wake all waiters; only the first call counts."""
         now = time.perf_counter() if self.begun else 0.0
-        # No call from here on, which could let another thread in.
+        # From here to the mark there is no call, in which another thread could run: several may
+        # finish the batch at once, and only the first counts.
         if self._done:
             return
         self._took = now - self.begun
         self._error = error
         self._done = True
         try:
-            # It keeps the group alive.
+            # The function keeps the group alive.
             self.before_wait = None
             flight_recorder.end(self._entries, error)
         finally:
             try:
                 self._done_lock.release()
             except RuntimeError:
-                # See _acquire.
+                # A waiter that was interrupted has released it before (see _acquire).
                 pass
             finally:
                 # An exception of a signal's handler, raised behind one of the calls above, does not
@@ -156,15 +158,16 @@ class HostCompletion(Completion):
         with entered(NotBlocked()):
             while self._callbacks:
                 try:
+                    # Whoever removes a callback from the list calls it, so each is called once.
                     callback = self._callbacks[-1]
                     self._callbacks.remove(callback)
                 except (IndexError, ValueError):
-                    # Another thread took it.
+                    # Another thread has taken it.
                     continue
                 try:
                     callback()
                 except BaseException:
-                    # Of a signal's handler: the others are called, too.
+                    # A signal's handler has raised it: the other callbacks are called all the same.
                     self.run_callbacks()
                     raise
 
@@ -178,6 +181,7 @@ class HostCompletion(Completion):
             entry = (get_ident(), self)
             try:
                 entries.append(entry)
+                # The function is read once, because finish() may clear it at any time.
                 if (before_wait := self.before_wait) is not None:
                     before_wait(self)
                 if not self._done:
@@ -201,8 +205,9 @@ class HostCompletion(Completion):
             acquired = self._done_lock.acquire(timeout=seconds)
             return acquired
         finally:
-            # A signal's handler may have raised after the lock was acquired. If it was not, this
-            # releases it once too often, so that two waiting threads go on at once.
+            # Each waiter releases the lock for the next one. A signal's handler may have raised
+            # after the lock was acquired. If it was not, this releases it once too often, so that
+            # two waiting threads go on at once.
             if acquired is not False and self._done:
                 try:
                     self._done_lock.release()
@@ -230,12 +235,15 @@ class HostCompletion(Completion):
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         if self.callback_thread is not None and not self._done:
             fn = self.callback_thread.attach(fn)
+        # The order is opposite to that of finish(), which sets the mark before it looks for
+        # callbacks. So one of the two threads sees what the other has done; the one that removes
+        # the callback calls it.
         self._callbacks.append(fn)
         if self._done and self._callbacks:
             try:
                 self._callbacks.remove(fn)
             except ValueError:
-                # finish() has run it.
+                # The thread in finish() has taken it.
                 return
             with entered(NotBlocked()):
                 fn()
@@ -387,6 +395,7 @@ class Work:
             from unicoll.calls.futures import work_future
 
             future = work_future(self, self._outputs())
+            # Another thread may have made one as well: all callers get the first.
             with _future_lock:
                 self._future = self._future or future
         return self._future
@@ -445,7 +454,7 @@ class Work:
                 and not self._completion.done()
             )
         except AttributeError:
-            # An exception of a signal's handler has ended its creation.
+            # An exception of a signal's handler has ended the creation of this object.
             return
         if dropped:
             warnings.warn(

@@ -71,6 +71,9 @@ class DeviceBackend(Backend):
         self.resources: GroupResources | None = None
         self.can_split = False
         self._state = GroupState(context)
+        # A thread holds it while it uses the communicator: NCCL allows one thread at a time. It is
+        # reentrant, because a group may fail on the thread that holds it, and that thread also
+        # stops the communicator if no other can be started (TeardownThreads.start).
         self._lock = threading.RLock()
         self._sequence = 0
         self._options = as_options(context.options)
@@ -83,6 +86,9 @@ class DeviceBackend(Backend):
             return
         bound = bound_device(context, self.runtime, context.explicit)
         deadline = time.monotonic() + context.timeout
+        # A split needs the communicators of all members of the parent. Where a group connects at
+        # its first operation, a rank knows of its own communicator only, so such a parent is not
+        # split.
         if parent is not None and parent.can_split and parent.resources is not None:
             self._connect_split(parent, parent.resources, deadline)
             self.can_split = True
@@ -144,6 +150,9 @@ class DeviceBackend(Backend):
         self, parent: DeviceBackend, resources: GroupResources, deadline: float
     ) -> None:
         with on_device(self.runtime, resources.device):
+            # With the parent's lock no thread issues an operation between the wait and the split:
+            # NCCL may deadlock if a communicator with work is split. An error fails the parent,
+            # whose other members wait in the split.
             with parent._lock, parent.detection.failing_group("splitting"):
                 parent.detection.await_idle("splitting", self.context.timeout)
                 comm = self._factory.split(resources.comm, deadline)
@@ -161,8 +170,10 @@ class DeviceBackend(Backend):
             )
             self.detection.start(resources)
         except BaseException:
+            # Nothing else refers to the communicator yet, so nothing else would end it.
             comm.abort()
             raise
+        # This comes last: operations are issued only once the watchdog supervises the group.
         self.resources = resources
         logs.logger(self.context.backend).info(
             "group %r: %s, %s", self.context.name, describe(self.native), self._place(comm.device)
@@ -173,6 +184,7 @@ class DeviceBackend(Backend):
         """Connect to the other members at the first operation, if no graph is being recorded."""
         first = (call.inputs or call.outputs)[0]
         with on_device(self.runtime, first.device.index):
+            # The legacy default stream cannot be captured.
             captured = first.stream > LEGACY_STREAM and self.runtime.capturing(first.stream)
         if captured:
             raise DistArgumentError(
@@ -187,6 +199,8 @@ class DeviceBackend(Backend):
 
     def split(self, context: Context | None) -> DeviceBackend | None:
         if context is not None:
+            # The communicator of a failed group is stopped and cannot be split. The new group
+            # connects without it.
             return type(self)(context, self if self._state.error is None else None)
         if self.can_split and self._state.error is None and self.resources is not None:
             deadline = time.monotonic() + self.context.timeout
@@ -197,10 +211,13 @@ class DeviceBackend(Backend):
         return None
 
     def shrink(self, context: Context, excluded: Sequence[int]) -> DeviceBackend:
+        # Another thread revokes the communicator of a failed group. NCCL allows no second thread in
+        # it, so the shrink begins when that thread has returned.
         self.detection.await_abort()
         made = type(self)(context, connect=False)
         deadline = time.monotonic() + context.timeout
         parent = self.resources.comm if self.resources is not None else None
+        # An error fails the new group: this one may have failed already.
         with made.detection.failing_group("shrinking"):
             decision = resizing.decide_shrink(context, parent, deadline)
             if parent is not None and decision == resizing.RESIZE:
@@ -214,6 +231,8 @@ class DeviceBackend(Backend):
     def grow(self, context: Context) -> DeviceBackend:
         made = type(self)(context, connect=False)
         deadline = time.monotonic() + context.timeout
+        # The lock is held until the larger communicator is made: the id is for a communicator
+        # without work, so no operation may be issued after the wait.
         with self._lock:
             self._state.check()
             parent = None
@@ -258,6 +277,8 @@ class DeviceBackend(Backend):
                 with resources.streams.device_context(stream):
                     pending = self._run_on((call,), resources, stream)
         if completion is not None:
+            # The lock is not held here: the wait blocks the host, and the thread that stops a
+            # failed group takes the lock.
             completion.wait(None)
         call.write_back()
         return pending
@@ -270,9 +291,15 @@ class DeviceBackend(Backend):
         captured = stream > LEGACY_STREAM and self.runtime.capturing(stream)
         others = other_streams(calls, stream)
         resources.streams.wait_for_producers(others, stream, stream)
+        # The order of the next steps: the library gets the arrays; an event behind the operation
+        # keeps them; the other streams of the arrays wait for the operation; only then are the
+        # references dropped, because from then on their libraries may reuse the memory in the order
+        # of these streams.
         self._issue(calls, resources, stream)
         pending = None
         if captured:
+            # The program keeps the arrays of a graph, and an event that a graph records cannot be
+            # queried.
             resources.in_flight.recorded = True
             resources.in_flight.begun = ()
         else:
@@ -286,6 +313,8 @@ class DeviceBackend(Backend):
         calls = tuple(calls)
         first = calls[0]
         with self._lock:
+            # All calls are checked before the library gets one: a refused call of a batch leaves
+            # nothing on the device.
             for call in calls:
                 resources = self._prepare(call)
             if not first.op.moves_data:
@@ -295,6 +324,8 @@ class DeviceBackend(Backend):
             with streams.device_context(current):
                 captured = current > LEGACY_STREAM and self.runtime.capturing(current)
                 streams.wait_for_producers(other_streams(calls, own), own, current)
+                # The start is recorded after the wait for the producers, which does not count as
+                # time of the operation.
                 start = in_flight.record_start(first) if not captured else 0
                 self._issue(calls, resources, own)
                 work = in_flight.add(calls, own, current, captured, start)
@@ -317,13 +348,20 @@ class DeviceBackend(Backend):
     def _issue(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> None:
         """Call the library, and note that for the watchdog."""
         first, in_flight = calls[0], resources.in_flight
-        # the options of a batch are those of its first call
+        # The options of a batch are those of its first call.
         comm = resources.comm if first.options is None else resources.with_options(first.options)
         self._number(calls)
+        # From here on the device may use the arrays. If an exception comes before InFlight.add has
+        # made an operation of the calls, this attribute keeps the arrays until the group has been
+        # stopped.
         in_flight.begun = calls
+        # One tuple, because the watchdog reads call and deadline without a lock. It is set before
+        # the device's lock is taken, so that the deadline also ends a wait for that lock.
         in_flight.issuing = first, time.monotonic() + first.timeout
         try:
             with resources.device_lock:
+                # The state is checked once more with the device's lock: the group may have failed
+                # during the wait for the lock, and its communicator is being stopped then.
                 self._state.check()
                 code = (
                     OPERATIONS[first.op.name](comm, first, stream)
@@ -333,6 +371,7 @@ class DeviceBackend(Backend):
                 if code:
                     resources.comm.handle_code(code, first, time.monotonic() + first.timeout)
         finally:
+            # The tuple refers to the arrays, so it does not outlast the call.
             in_flight.issuing = None
 
     def _number(self, calls: Iterable[Call]) -> None:
@@ -439,9 +478,12 @@ class DeviceBackend(Backend):
         """Wait for the operations in flight, which may use the memory, and deregister it."""
         resources = self.resources
         assert resources is not None
+        # This comes before the lock is taken: the thread that stops a failed group needs the lock
+        # to end its work.
         self.detection.await_abort()
         with self._lock:
             if self._state.error is None:
+                # A group that has failed has nothing in flight: its operations were stopped.
                 self.detection.await_idle(f"closing {registered!r}", self.context.timeout)
             with on_device(self.runtime, resources.device):
                 resources.memory.remove(registered)
@@ -495,7 +537,7 @@ class DeviceBackend(Backend):
             by_rank = member_facts(origin, _STORE_S)
             return self.describe_transports([by_rank[rank] for rank in self.context.ranks])
         except Exception as e:
-            # explain() must not fail; the store may be gone.
+            # The function explain() must not fail; the store may be gone.
             return [f"expected transports: not known ({e})"]
 
     def _place(self, device: int | None) -> str:

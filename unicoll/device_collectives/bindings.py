@@ -94,8 +94,8 @@ class Bindings(ABC):
         self._library = library
         self._slots: list[c_void_p] = []
         number = c_int()
-        # The first call, because NCCL reads the environment in it, which no other thread may change
-        # meanwhile.
+        # This is the first call of the library, because NCCL reads the environment in it. No other
+        # thread may change the environment meanwhile.
         code = self._function("version")(byref(number))
         if code:
             raise DistBackendError(f"{self.symbols['version']} of {path} returns {code}")
@@ -155,6 +155,8 @@ class Bindings(ABC):
         slot: Any = None,
     ) -> tuple[int, HandleSlot]:
         """A communicator on the current device."""
+        # A caller that passes a slot may read it on another thread while this call waits for other
+        # ranks (Communicator._abort_start).
         slot = self.new_slot() if slot is None else slot
         options = self.config(config)
         ids = self.ids(unique_ids)
@@ -239,6 +241,8 @@ class Bindings(ABC):
         found = getattr(self._library, symbol)
         found.restype = c_char_p if method == "last_error" else c_int
         arguments = self.arguments[method]
+        # This is for the direct functions only: all of their arguments are integers and addresses,
+        # while others take a structure by value.
         found.argtypes = (
             (c_void_p,) * len(arguments)
             if method in self.direct and _EIGHT_BYTES_EACH

@@ -60,9 +60,9 @@ class FailureDetection:
         self._lock = lock
         self._log = logs.logger(context.backend)
         self._resources: GroupResources | None = None
-        # When the failure is logged unless a call has raised it.
+        # The time at which the failure is logged unless a call has raised it.
         self._log_at: float | None = None
-        # Set when a failed group has been stopped, or cannot fail any more.
+        # It is set when a failed group has been stopped, or cannot fail any more.
         self._aborted = Flag()
         state.add_listener(self._start_abort)
         if context.job.control is not None:
@@ -75,6 +75,8 @@ class FailureDetection:
             f"{context.backend}-watchdog",
             partial(WatchdogThread, context.backend, resources.comm.runtime),
         )
+        # They are set before the watchdog sweeps the group, because a sweep needs them. A failure
+        # from now on stops the communicator; one that came before found none to stop.
         self._resources = resources
         self.watchdog.watch(self)
 
@@ -101,6 +103,7 @@ class FailureDetection:
         assert resources is not None
         assert watchdog is not None
         try:
+            # This is done in a failed group, too: the arrays of ended operations are released.
             watchdog.drop(resources.in_flight.reap())
             if self._state.error is None:
                 self._check_communicator(resources, now)
@@ -132,10 +135,14 @@ class FailureDetection:
         """Raise if the library reports an error, a member died or a deadline has passed."""
         comm, in_flight = resources.comm, resources.in_flight
         state = comm.state()
+        # Only this thread removes operations, so the deque cannot become empty between the two
+        # reads.
         first = in_flight.operations[0] if in_flight.operations else None
         self._check_issuing(in_flight, now)
         if state not in (SUCCESS, comm.library.in_progress):
             call = first.describe_call() if first is not None else None
+            # The error of a library names no rank. A death that caused it is reported by the
+            # control plane, maybe a moment later.
             comm.await_death_notice(state, call)
             raise comm.error(state, "an operation in progress", call)
         if first is None:
@@ -214,17 +221,26 @@ class FailureDetection:
         if resources is None:
             self._aborted.set()
         else:
+            # This may be the control thread, or a thread that is in a call and holds the group's
+            # lock. Neither may wait for the library, which can take seconds.
             resources.comm.teardown_threads.start(partial(self._abort, resources, cause))
 
     def _abort(self, resources: GroupResources, cause: DistError) -> None:
         """Stop the device's work, and only then release the arrays."""
+        # The operations get their error before the library stops them: the events behind stopped
+        # operations complete like others, and the results would be taken for valid. This also ends
+        # the waits of the program's threads at once.
         operations = resources.in_flight.fail(cause)
         if resources.in_flight.lost:
             self._log_at = time.monotonic() + _UNRAISED_S
         if not resources.comm.stop(self._lock):
+            # The library may still write to the arrays. This list outlives the group, which the
+            # program may drop.
             _abandoned.extend(work.calls for work in operations)
             _abandoned.append(resources.in_flight.begun)
         resources.in_flight.begun = ()
+        # Only now are the arrays released: no kernel uses them any more, or the list above has
+        # them.
         for work in operations:
             work.finish(cause)
             work.run_callbacks()
@@ -233,7 +249,7 @@ class FailureDetection:
     def await_abort(self) -> None:
         """If the group has failed, wait until its operations have been stopped."""
         if self._state.error is not None:
-            # It takes END_S at most, and users' callbacks.
+            # The stop takes END_S at most, and then the users' callbacks run.
             self._aborted.wait(2 * END_S)
 
     # --- teardown ---------------------------------------------------------------------------------
@@ -257,6 +273,13 @@ class FailureDetection:
             DistError: the group failed while this waited, at an operation's deadline for example;
                 or it had failed with operations in flight, and no call has raised the error.
         """
+        # The order of the teardown:
+        # 1. Wait for what is in flight; the watchdog still sweeps, so deadlines hold.
+        # 2. Close the state: later calls raise, and a failure from now on has no effect.
+        # 3. Stop the sweeps, and wait for the thread that stops a failed group: nothing else uses
+        #    the communicator then.
+        # 4. End the communicator, then release memory, events and streams. If it has not ended, the
+        #    device may still use them, and they stay.
         state, context, resources = self._state, self._context, self._resources
         if state.closed:
             return
@@ -265,6 +288,7 @@ class FailureDetection:
             self._drain(resources.in_flight)
         failed = state.close()
         if failed is None:
+            # No failure can come any more, so no other thread would set the flag.
             self._aborted.set()
         if context.job.control is not None:
             context.job.control.unwatch(context.name, context.backend)
@@ -276,7 +300,7 @@ class FailureDetection:
         ended = self._end(resources, failed is None)
         resources.in_flight.finish_all(state.error)
         resources.memory.close(ended)
-        # Else the device may still use them.
+        # If it has not ended, the device may still use them.
         if ended:
             resources.release()
         raised = failed_before is not None and (
@@ -297,6 +321,9 @@ class FailureDetection:
         self._log.warning(
             "destroying group %r waits for %s%s", self._context.name, in_flight.describe(), gone
         )
+        # At the deadline of an operation the watchdog fails the group, which ends this wait. The
+        # additional time is for that. What remains is memory that copies on the program's streams
+        # use, of which the watchdog knows no deadline.
         if not in_flight.drain(in_flight.last_deadline + END_S) and self._state.error is None:
             self._state.announce(
                 OperationTimeoutError(
@@ -311,8 +338,10 @@ class FailureDetection:
         memory."""
         context, comm = self._context, resources.comm
         if clean and context.job.exiting and resources.in_flight.recorded:
-            # NCCL would wait for the graphs, which the program keeps.
+            # NCCL would wait until the graphs are deleted, and the program keeps them.
             return False
+        # A thread may be in the library for a call. NCCL does not allow that its communicator is
+        # ended meanwhile.
         locked = self._lock.acquire(timeout=END_S)
         try:
             if not locked:
@@ -321,7 +350,10 @@ class FailureDetection:
                 )
                 return False
             if not clean:
+                # Without an abort NCCL would wait for the other ranks, of which some may be gone.
                 return comm.abort()
+            # This comes before the end of the communicator, with which its registrations become
+            # invalid.
             resources.memory.deregister()
             if comm.finish():
                 return True

@@ -57,6 +57,8 @@ class GroupResources:
         self.comm = comm
         self.device = device
         self.least_capability = min(comm.origin.capabilities[rank] for rank in comm.context.ranks)
+        # The lock of the device is shared by all groups on it; a call that no abort can end must
+        # not keep it from the others.
         self.device_lock = (
             _device_locks[device] if comm.library.has("comm_abort") else threading.RLock()
         )

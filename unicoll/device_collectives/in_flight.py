@@ -36,8 +36,8 @@ _TOGETHER = 64
 """The largest number of operations that are looked at together."""
 
 
-# Not HostCopier's list: the pool of one device, with timing events, that also destroys the events
-# in use.
+# HostCopier has a list of its own in place of this pool, which is for one device, has timing
+# events, and destroys the events in use as well.
 class EventPool:
     """Events of one device for reuse: creating an event costs more than recording it."""
 
@@ -52,6 +52,8 @@ class EventPool:
     def take(self, timing: bool = False) -> int:
         """An event that no operation uses; with ``timing`` one that records the device's time."""
         try:
+            # There is no lock: the watchdog gives events back while other threads take some, and
+            # pop and append of a list are atomic. A test for an event before the pop would not be.
             return (self._free_timing if timing else self._free).pop()
         except IndexError:
             event = self._runtime.create_event(self._device, timing)
@@ -154,8 +156,10 @@ class PendingWork:
         """Mark the entries as ended when the watchdog, or a thread that waits, has noticed the
         end."""
         with _FINISH_LOCK:
+            # With the lock either finish() finds the entries, or `done` is set here already, and
+            # this function ends them.
             self.entries = (*self.entries, *entries)
-            # The watchdog does not see the runs of a graph.
+            # The watchdog does not see the runs of a graph, so nothing would end the entries later.
             done = self.done or self.captured
         for entry in entries:
             entry.release()
@@ -175,14 +179,20 @@ class PendingWork:
         with _FINISH_LOCK:
             if self.done:
                 return
+            # The error comes before `done`: other threads read both without the lock, and in the
+            # opposite order.
             self.error = self.error or error
             self.done = True
+        # The lock is not held here: dropping the last reference to an array may free its memory,
+        # which can wait for the device.
         self.release()
         flight_recorder.end(self.entries, self.error)
 
     def run_callbacks(self) -> None:
         """Call the callbacks that no thread has called; the batch has ended."""
         with _FINISH_LOCK:
+            # Two threads may be here. The one that takes the list calls the callbacks, without the
+            # lock, since they are functions of the user.
             callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
@@ -255,8 +265,11 @@ class InFlight:
         if captured:
             self.recorded = True
         else:
-            # The user keeps a graph's arrays, and its events cannot be queried.
+            # An operation in a graph is not listed: the user keeps its arrays, and its events
+            # cannot be queried.
             self.operations.append(work)
+        # This comes last: until the operation is listed, only this attribute keeps the arrays if an
+        # exception comes.
         self.begun = ()
         return work
 
@@ -275,6 +288,9 @@ class InFlight:
     def is_done(self, work: PendingWork) -> bool:
         """True if an operation has ended; one in a graph has ended once the graph is recorded. Any
         thread."""
+        # This comes before the query of the event: the watchdog reuses the event of an operation
+        # that has ended. If that happens between this test and the query, the query is about
+        # another operation; so the result is `work.done` again, and not that of the query.
         if work.done:
             return True
         if work.captured:
@@ -283,9 +299,9 @@ class InFlight:
             ended = self._runtime.event_done(work.event)
         if ended:
             self._end(work)
-            # The watchdog's thread calls the callbacks of all others (reap): an exception of a
-            # signal's handler could end them here. It does not see one that was recorded into a
-            # graph.
+            # The callbacks of other operations run on the watchdog's thread (reap), where no
+            # exception of a signal's handler can end them. The watchdog does not see an operation
+            # that was recorded into a graph.
             if work.captured:
                 work.run_callbacks()
         return work.done
@@ -294,12 +310,15 @@ class InFlight:
         """Mark an operation as ended."""
         if work.start:
             self._measure(work)
-        # An operation that ends after the group has failed is incomplete.
+        # An operation that ends after the group has failed is incomplete, though its event has
+        # completed.
         work.finish(self._state.error)
 
     def _measure(self, work: PendingWork) -> None:
         """Set the duration, once: the events are reused afterwards."""
         with self._measure_lock:
+            # The watchdog gives the events back only after its own call of this function, which
+            # waits for the lock. So the events are this operation's here.
             if not work.done and work.seconds is None:
                 work.seconds = self._runtime.elapsed(work.start, work.event)
 
@@ -315,9 +334,14 @@ class InFlight:
             some = self._on_one_stream()
             ended = bisect_left(some, True, lo=1, key=lambda work: not self._has_ended(work))
             for work in some[:ended]:
+                # The calls are taken before the operation ends, which empties `calls`. The caller
+                # has another thread drop the arrays: the memory of the last reference may be freed,
+                # which can wait for the device.
                 dropped.append(work.calls)
                 self._end(work)
                 work.run_callbacks()
+                # This thread alone removes operations; other threads append at the other end
+                # meanwhile.
                 operations.popleft()
                 self._events.release(work.event)
                 if work.start:
@@ -335,10 +359,11 @@ class InFlight:
         the thread that posts operations waits for it.
         """
         first = self.operations[0]
-        # Another stream on each thread.
+        # The handle of the per-thread default stream means another stream on each thread.
         if first.runs_on == PER_THREAD_STREAM:
             return [first]
         stream = first.runs_on
+        # The deque is copied by one function of C, because other threads append meanwhile.
         return list(
             takewhile(lambda work: work.runs_on == stream, list(islice(self.operations, _TOGETHER)))
         )
@@ -349,7 +374,7 @@ class InFlight:
     @property
     def has_callbacks(self) -> bool:
         """True if callbacks are pending."""
-        # Other threads post meanwhile.
+        # The deque is copied, because other threads append meanwhile.
         return any(work.callbacks for work in list(self.operations))
 
     def overdue(self, now: float) -> PendingWork | None:
@@ -357,7 +382,8 @@ class InFlight:
         return next((work for work in list(self.operations) if self._is_overdue(work, now)), None)
 
     def _is_overdue(self, work: PendingWork, now: float) -> bool:
-        # an operation that has ended may be behind one that has not, on another stream
+        # An operation that has ended may be behind one that has not, on another stream; it is not
+        # late.
         return now >= work.deadline and not self._has_ended(work)
 
     def first_pending(self) -> PendingWork | None:
@@ -368,6 +394,8 @@ class InFlight:
         """Block the host until all operations have ended, the group fails or the deadline passes;
         True if all have."""
         for _ in backoff():
+            # The group's failure ends the wait at once: a stopped operation needs no wait, and one
+            # that cannot be stopped never ends.
             if self._state.error is not None:
                 break
             ended = self.issuing is None and all(
@@ -398,6 +426,8 @@ class InFlight:
         """
         operations = list(self.operations)
         try:
+            # This is asked before the library stops them, because the events of stopped operations
+            # complete as well.
             lost = not all(map(self._has_ended, operations))
         except DistError:
             lost = True

@@ -93,6 +93,8 @@ class LibraryLocator:
         except OSError as e:
             return f"{path} cannot be loaded: {e}" if path not in str(e) else str(e)
         try:
+            # A path without a folder is looked up by the dynamic linker, which tells what it has
+            # loaded.
             return self._bind(library, self.file.loaded_from(library) or path)
         except DistError as e:
             return str(e)

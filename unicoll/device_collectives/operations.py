@@ -48,10 +48,11 @@ def _reduction(c: AnyCommunicator, call: Call) -> tuple[NativeReduction, int]:
     assert call.reduce is not None
     dtype = (call.inputs or call.outputs)[0].dtype
     found = c.reduction(dtype, call.reduce)
-    # The group has refused the others.
+    # A reduction that the library lacks was refused before: by the backend's Caps, or because of
+    # the devices of the group.
     assert found is not None
     if c.size == 1 and found.op == AVG:
-        # they are the same on one rank, where NCCL refuses the average of float8
+        # Sum and average are the same on one rank, where NCCL refuses the average of float8.
         found = found._replace(op=SUM)
     return found, c.premul_op(call, found.type) if found.has_factor else found.op
 
@@ -101,6 +102,7 @@ def _scale_on_one_rank(
 def _all_reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
     source, out = call.inputs[0], call.outputs[0]
     reduction, op = _reduction(c, call)
+    # All ranks have the same size, so all of them leave out an empty call.
     if not source.count:
         return 0
     if c.size == 1 and reduction.has_factor:
@@ -112,7 +114,7 @@ def _all_reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
 
 def _reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
     source = call.inputs[0]
-    # Written on the root only.
+    # The library writes the output on the root only, so the other ranks pass any address.
     out = call.outputs[0] if call.outputs else source
     reduction, op = _reduction(c, call)
     if not source.count:
@@ -145,6 +147,7 @@ def _reduce_scatter(c: AnyCommunicator, call: Call, stream: int) -> int:
 
     def part(root: int) -> Callable[[], int]:
         source = call.inputs[root]
+        # The library writes the target on the root of each part only.
         target = out if root == c.rank else source
         count = source.count * reduction.parts
         return lambda: c.library.reduce(
@@ -200,6 +203,8 @@ def _exchange(
     def recv(ptr: int, size: int, peer: int) -> Callable[[], int]:
         return lambda: n.recv(ptr, size, BYTES, peer, c.handle, stream)
 
+    # Both sides leave out empty messages, whose sizes they know. Sends and receives are one group
+    # call, so that no order between sends and receives can deadlock.
     return c.grouped([*(send(*m) for m in sends if m[1]), *(recv(*m) for m in receives if m[1])])
 
 
@@ -224,7 +229,7 @@ def _all_to_all(c: AnyCommunicator, call: Call, stream: int) -> int:
 def _all_to_all_single(c: AnyCommunicator, call: Call, stream: int) -> int:
     source, target = call.inputs[0], call.outputs[0]
     item = source.dtype.itemsize
-    # No rank has passed sizes.
+    # `even` means that no rank has passed split sizes, so all ranks choose the same function.
     if call.even and c.native_all_to_all:
         each = source.nbytes // c.size
         return (
@@ -288,6 +293,8 @@ OPERATIONS: dict[str, Operation] = {
 
 def batch(c: AnyCommunicator, calls: Iterable[Call], stream: int) -> int:
     """Several operations as one group call."""
+    # Calls that are groups themselves are nested: the library begins all of them when the outermost
+    # group ends.
     return c.grouped(partial(OPERATIONS[call.op.name], c, call, stream) for call in calls)
 
 

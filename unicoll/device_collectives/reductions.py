@@ -49,6 +49,7 @@ def native_reduction(dtype: DType, reduction: Reduction) -> interface.NativeRedu
         )
     if dtype.kind == "c":
         op = _COMPLEX.get(reduction.name)
+        # A complex factor mixes both parts, which the library multiplies one by one.
         if op is None or isinstance(reduction.factor, complex):
             return None
         return interface.NativeReduction(interface.DATA_TYPES[_PARTS[name]], op, 2)
@@ -73,6 +74,8 @@ def factor_bytes(dtype: DType, factor: float) -> bytes:
 
 def _round_to_bfloat16(factor: float) -> bytes:
     bits = int(np.float32(factor).view(np.uint32))
+    # The factor is rounded to the nearest number, and to the even one of two that are equally near.
+    # A NaN is not rounded: the addition could change it to an infinity or a zero.
     if factor == factor:
         bits += 0x7FFF + (bits >> 16 & 1)
     return struct.pack("<H", bits >> 16 & 0xFFFF)

@@ -61,14 +61,18 @@ class StreamCompletion(Completion):
         """Make the current stream of each array library wait; with a ``timeout`` block the host as
         well."""
         work = self.work
+        # The error comes before any order between streams: the results are not valid, and streams
+        # must not wait for an operation that may never end.
         if work.error is not None:
             raise work.error
         same_stream = not self._blocking
         for current_stream in self._current_streams:
             stream = current_stream()
+            # After the end nothing has to be ordered, and the event may be another operation's by
+            # now.
             if not work.done:
                 self._order(stream)
-            # the handle of the per-thread default stream means another stream on each thread
+            # The handle of the per-thread default stream means another stream on each thread.
             same_stream = same_stream and stream == work.stream != PER_THREAD_STREAM
         if self._packed:
             self._unpack(same_stream)
@@ -83,10 +87,12 @@ class StreamCompletion(Completion):
         self._in_flight.streams.wait_event(stream, self.work.event)
 
     def synchronize(self, timeout: float | None = None) -> None:
+        # It is read before wait(), which clears it.
         packed = self._packed
         self.wait(None)
         self._block(timeout)
         if packed:
+            # The copies from packed memory run on the current stream, after the operation.
             self._in_flight.synchronize(self._current_streams[0]())
 
     def _unpack(self, same_stream: bool) -> None:
@@ -97,11 +103,13 @@ class StreamCompletion(Completion):
             for call in calls:
                 call.write_back()
         except BaseException:
-            # The next wait does it.
+            # The next wait unpacks all results again.
             self._calls, self._packed = calls, True
             raise
         finally:
-            # The copies may still run when the operation has ended.
+            # The copies may still run when the operation has ended, so its end does not tell when
+            # the packed memory is no longer used. On the stream of the call later work is ordered
+            # after them.
             if not same_stream:
                 for current_stream in self._current_streams:
                     self._in_flight.retain(calls, current_stream())
@@ -113,6 +121,7 @@ class StreamCompletion(Completion):
             return
         started = time.monotonic()
         for _ in backoff(SPIN_S):
+            # A failure of the group ends the wait as well: it sets the error of its operations.
             if self.done():
                 break
             if timeout is not None and time.monotonic() - started >= timeout:

@@ -18,6 +18,9 @@ class StreamOrder:
     def __init__(self, runtime: DeviceRuntime, device: int) -> None:
         self._runtime = runtime
         self._device = device
+        # One event is enough: a wait is for the recording that was the last when the wait was made,
+        # so the event may be recorded again at once. Callers hold the group's lock, which keeps
+        # other threads from recording it between a recording and its wait.
         self._event = runtime.create_event(device)
 
     def device_context(self, stream: int) -> AbstractContextManager[None]:

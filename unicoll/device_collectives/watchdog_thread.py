@@ -42,7 +42,9 @@ class WatchdogThread:
         self._sweep_ended = Changes()
         self._lock = self._sweep_ended.lock
         self._sweeping: _Watched | None = None
-        # Released when there is something to do.
+        # The lock is held unless there is something to do: sweep_often() releases it, and the
+        # watchdog takes it again. It is no Event, because a user's thread calls sweep_often(), and
+        # an exception there could leave the Event's lock held, which would stop the watchdog.
         self._wake = threading.Lock()
         self._wake.acquire()
         self._closing = False
@@ -54,6 +56,8 @@ class WatchdogThread:
         """Sweep a group from now on."""
         with self._lock:
             self._watched.append(group)
+            # They are started again for each group, because an exception may have interrupted the
+            # first start.
             self._thread.start(self._run)
             self._dropper.start(self._drop)
 
@@ -62,6 +66,8 @@ class WatchdogThread:
         with self._lock:
             if group in self._watched:
                 self._watched.remove(group)
+        # A callback of the user, on the watchdog's thread, may close a group, and must not wait for
+        # the sweep that it is in.
         if threading.get_ident() != self._thread.ident:
             self._sweep_ended.wait_for(lambda: self._sweeping is not group, _UNWATCH_S)
 
@@ -70,7 +76,7 @@ class WatchdogThread:
         try:
             self._wake.release()
         except RuntimeError:
-            # It was released.
+            # It is released already.
             pass
 
     def drop(self, references: list[Any]) -> None:
@@ -96,12 +102,14 @@ class WatchdogThread:
             self._serve()
         except BaseException as e:
             logs.logger(self._backend).exception("the watchdog ended with an exception")
+            # Nothing ends the operations of the groups any more, so the groups fail.
             with self._lock:
                 watched = list(self._watched)
             for group in watched:
                 group.sweep_failed(e)
 
     def _serve(self) -> None:
+        # Otherwise CUDA refuses some calls of this thread while the program captures a graph.
         self._runtime.ignore_captures()
         while not self._closing:
             if self._sweep_all():
@@ -114,11 +122,15 @@ class WatchdogThread:
         with self._lock:
             watched = list(self._watched)
         now = time.monotonic()
+        # This is a list, because any() of a generator would leave out the groups behind the first
+        # one with callbacks.
         pending = [self._sweep(group, now) for group in watched]
         return any(pending)
 
     def _sweep(self, group: _Watched, now: float) -> bool:
         with self._lock:
+            # The test and the assignment are under one lock: either unwatch() has removed the group
+            # before, or it sees that the group is being swept and waits.
             if group not in self._watched:
                 return False
             self._sweeping = group

@@ -197,6 +197,8 @@ def on_device(runtime: DeviceRuntime, device: int) -> Iterator[None]:
         yield
         return
     try:
+        # This is within the try clause, because an exception of a signal's handler may come right
+        # behind it, when the device has changed already.
         runtime.set_device(device)
         yield
     finally:
@@ -225,4 +227,6 @@ def await_event(runtime: DeviceRuntime, event: int, deadline: float) -> bool:
             return True
         if time.monotonic() >= deadline:
             break
+    # The event is queried once more: the thread may have slept beyond the deadline, and the event
+    # may have completed meanwhile.
     return runtime.event_done(event)

@@ -90,7 +90,7 @@ def find_blocked_calls(backends: Sequence[ObservedBackend]) -> tuple[list[Blocke
     through_torch = any(backend.called_from_torch for backend in backends)
     all_blocked = not any(signal.getitimer(timer)[0] for timer in _TIMERS)
     with ThreadFrames() as frames:
-        # A reference to the own frame would keep everything here alive.
+        # A reference to this thread's own frame would keep everything here alive.
         del frames[threading.get_ident()]
         for ident, frame in frames.items():
             if _handles_failure(frame):
@@ -115,6 +115,8 @@ def find_blocked_calls(backends: Sequence[ObservedBackend]) -> tuple[list[Blocke
                 ignored = True
             else:
                 all_blocked = False
+    # The thread that is joined may be running. A future may be completed by a thread that was left
+    # out because it seems not to call unicoll.
     if any(thread.ident not in blocked for thread in joining) or (of_future and ignored):
         all_blocked = False
     for backend in backends:
@@ -148,14 +150,16 @@ def _blocked_call(
     for activity in activities(thread):
         found: tuple[ObservedBackend, Call] | None = None
         if isinstance(activity.what, NotBlocked):
+            # The innermost activity is a function of the user, or a wait that ends by itself.
             return None
         if isinstance(activity.what, Call):
             caller = activity.frame
             if caller not in (None, user) and _package(caller) not in LIBRARY_PACKAGES:
-                # A signal's handler, for example, that runs during the call.
+                # Other code of the user runs during the call, for example a signal's handler.
                 return None
             executing = activity.backend.executing_backend if activity.backend is not None else None
             host = next((backend for backend in backends if backend is executing), None)
+            # A collective without a number has not been accepted by its queue yet.
             numbered = activity.what.op.message or activity.what.seq
             found = (host, activity.what) if host is not None and numbered else None
         else:
@@ -236,6 +240,7 @@ def _cannot_call(thread: threading.Thread | None, top: FrameType, through_torch:
         names = frame.f_globals
         # unicoll.process.excepthook may have replaced this hook, which a thread calls when it has
         # failed.
+        # The values are copied: other threads may change the module's names meanwhile.
         values = (x for x in [*names.values()] if x is not threading.excepthook)
         if names.get("__name__") == "__main__" or any(_origin(x) in may_use for x in values):
             return False

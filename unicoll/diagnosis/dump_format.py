@@ -113,8 +113,10 @@ def threads(omitted: str) -> list[Content]:
                     "stack": [_position(frame) for frame in reversed(stack)],
                 }
             )
+            # Frames keep their arrays alive, so these names must not keep any while the next thread
+            # is read.
             del stack, users
-        # The frames keep their arrays alive.
+        # The frames of all threads keep arrays alive, too.
         del frames
     return found
 

@@ -98,7 +98,8 @@ class FlightDumper:
         self._writers: list[threading.Thread] = []
         self._failures: list[dict[str, object]] = []
         self.directory = os.environ.get("UNICOLL_TRACE_DIR", "")
-        # The working directory does not exist.
+        # The working directory may have been deleted. The path is made absolute here, because the
+        # program may change its directory before a dump.
         with suppress(OSError):
             self.directory = self.directory and os.path.abspath(
                 os.path.join(self.directory, job.name)
@@ -110,6 +111,8 @@ class FlightDumper:
 
     def close(self) -> None:
         """Wait for dumps that are being written, for a few seconds at most; restore the signal."""
+        # It is removed first, so that a signal starts no further dump while the present ones are
+        # waited for.
         if self in _open:
             _open.remove(self)
         if not _open:
@@ -144,12 +147,16 @@ class FlightDumper:
     ) -> dict[str, Any]:
         """The dump as a dict for JSON; ``copied`` is called when the threads' stacks have been
         copied."""
-        # It is needed rarely.
+        # This is imported here, since dumps are rare.
         from unicoll.diagnosis import dump_format
 
         stacks = dump_format.threads(_WRITER)
+        # Like the stacks, the groups are copied before copied(): after it the control thread goes
+        # on and ends the calls.
         groups = list(self.job.groups)
         copied()
+        # This is behind copied(): the control thread, which waits for the copy, has to receive the
+        # answers with the relay's clock.
         job, control = self.job, self.job.control
         if control is None or job.rank == 0:
             offset: Offset | None = Offset(0.0, 0.0)
@@ -178,21 +185,24 @@ class FlightDumper:
                         command_to_type("trace", os.path.dirname(path)),
                     )
             except Exception as error:
-                # Diagnostics must not cause failures.
+                # Diagnostics must not cause failures of the program.
                 self._warn(error)
             finally:
+                # The control thread waits for this also if the dump has failed.
                 copied.set()
 
         thread = threading.Thread(target=write, name=_WRITER, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            # No further thread is possible.
+            # No further thread can be started, for example at the end of the program.
             self._warn(error)
             return
         # Several groups may fail at once.
         self._writers.append(thread)
         for ended in [t for t in self._writers if not t.is_alive()]:
+            # Several groups may fail at once, on several threads, and another one may have removed
+            # it.
             with suppress(ValueError):
                 self._writers.remove(ended)
         if failure:
@@ -203,6 +213,7 @@ class FlightDumper:
 
     def _on_failure(self, group: str, error: DistError) -> None:
         """A group has failed; its calls have not ended yet."""
+        # Only the text is kept: the exception would keep frames alive, and with them arrays.
         text = failure_text(error)
         self._failures.append({"group": group, "error": text, "at": time.monotonic()})
         if self.directory:
@@ -213,14 +224,15 @@ class FlightDumper:
 
         if self.directory:
             return self.directory
-        # a name that is seen on one host says nothing about those on the others
+        # The name is a hash over the host's name, too: a name that is seen on one host says nothing
+        # about those on the others.
         name = hashlib.sha256(f"{self._id} {hostname()}".encode()).hexdigest()[:16]
         return os.path.join(tempfile.gettempdir(), f"unicoll_trace_{name}")
 
     def _write(self, directory: str, reason: str, failure: bool, copied: Callable[[], None]) -> str:
-        # First: they may end at any time.
+        # This comes first, since the calls may end at any time.
         calls = recorded_calls(self.job.number)
-        # It is needed rarely.
+        # This is imported here, since dumps are rare.
         from unicoll.diagnosis import torch_dump_format
 
         job, groups = self.job, list(self.job.groups)
@@ -247,8 +259,9 @@ def handle_signal() -> None:
 
 
 def _dump_on_signal() -> None:
-    # On another thread: this one may be within a call whose locks the dump needs.
-    # Of jobs with one directory the newest is written.
+    # The dump is written on another thread, since this one may be within a call whose locks the
+    # dump needs. Of several jobs with one directory only the newest is written: the files have the
+    # same names.
     for dumper in {each.directory or each: each for each in _open}.values():
         dumper.start("SIGUSR1", False)
 

@@ -114,8 +114,10 @@ def _ended(entry: tuple[Any, ...]) -> RecordedCall:
 
 
 def _pending(entry: PendingEntry) -> RecordedCall:
+    # Read once: the end of the call sets it to None, on another thread.
     call = entry.call
     seq = call.seq if call is not None else entry.seq
+    # The error is set before the time of the end, so it is complete here.
     if entry.ended:
         state = "failed" if entry.error else "completed"
     else:

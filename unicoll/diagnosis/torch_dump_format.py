@@ -88,7 +88,7 @@ def dumped(
         if call.is_message:
             own = call.ranks.index(rank)
             if call.peer in (-1, own) or call.tag is None or call.op == "probe":
-                # Torch has no probes, messages to oneself, from any rank or with any tag.
+                # Torch has no probes, and no messages to oneself, from any rank or with any tag.
                 continue
             ends = (own, call.peer) if call.op == "send" else (call.peer, own)
             name = f"{call.group}: {ends[0]}->{ends[1]}, tag {call.tag}"
@@ -104,6 +104,7 @@ def dumped(
             )
             number, is_message = call.seq or counts[name] + 1, False
             counts[name] = number
+            # Calls with one number are the arrays of one batch, which torch records as one call.
             if last == (name, number) and number:
                 _join(entries[-1], call)
                 continue

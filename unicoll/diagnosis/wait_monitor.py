@@ -95,18 +95,19 @@ class WaitMonitor:
         self._job = job
         self._control = job.control
         self._warn_s = environment.number("UNICOLL_STALL_WARNING")
-        # The control thread takes snapshots, too.
+        # Held while a snapshot is taken and sent. The control thread takes snapshots, too, and the
+        # relay has to get the states in their order.
         self._lock = threading.Lock()
-        # By id of the call.
+        # The calls of the last snapshot, by the id of the call.
         self._seen: dict[int, _TrackedCall] = {}
         self._last_number = 0
-        # The relay's rank and the state that it has.
+        # The rank of the relay, and the state of this rank that it has.
         self._sent: tuple[int, Message] | None = None
-        # The calls of the last answer to the relay.
+        # The calls in the last answer to the relay.
         self._asked: dict[str, tuple[str, int]] = {}
-        # Which the relay has asked for.
+        # Orders of operations of which the relay has asked for the last number.
         self._orders: set[str] = set()
-        # Numbers of the calls to warn about.
+        # Numbers of the calls to warn about, which the control thread adds.
         self._granted: set[int] = set()
         self._closing = threading.Event()
         self._control.handle("confirm", self._confirm)
@@ -131,7 +132,7 @@ class WaitMonitor:
             try:
                 self._check()
             except Exception:
-                # Groups begin and end at any time.
+                # Groups begin and end at any time, also while they are looked at.
                 log.debug("the state of the blocked calls is not known", exc_info=True)
 
     def _check(self) -> None:
@@ -140,6 +141,8 @@ class WaitMonitor:
         with self._lock:
             snapshot = self._take_snapshot()
             self._report(snapshot)
+        # This is done without the lock. An announcement and a warning wait for answers of other
+        # ranks, which the control thread receives, and that may wait for the lock in _confirm().
         self._fail_lost(snapshot)
         if self._warn_s:
             self._warn(snapshot)
@@ -166,6 +169,7 @@ class WaitMonitor:
             all_blocked = False
         seen: dict[int, _TrackedCall] = {}
         entries = [(one, self._entry(one.call, one.where, seen)) for one in blocked]
+        # The collective in progress is in the state of its backend, and is added below.
         stalled = [
             (one.backend, one.call, entry)
             for one, entry in entries
@@ -179,13 +183,15 @@ class WaitMonitor:
         self._seen = seen
         if not all_blocked or not blocked or any(one.ends_alone for one in blocked):
             return _Snapshot(None, [], 0.0, {}, stalled)
-        # Callbacks are last.
+        # Callbacks are last, because an error shows the first call, and no code of the user waits
+        # in a callback.
         entries.sort(key=lambda pair: (not pair[0].where, pair[1].number))
         waits = [(*_wait(one), entry.number) for one, entry in entries]
         ended = self._job.ended
         state = {
             "waits": [[order, number, peer, call] for order, number, peer, _, call in waits],
-            # of a group that it has destroyed, too: another member may still be in the last call
+            # This includes the numbers of groups that this rank has destroyed: another member may
+            # still be in the last call.
             "posted": (
                 {order: ended[order] for order in self._orders if order in ended}
                 | {
@@ -203,6 +209,7 @@ class WaitMonitor:
             },
         }
         since = max(entry.since for _, entry in entries)
+        # In reverse, so that of the calls of a group the first one stays.
         calls = {one.backend.context.name: _name(one) for one, _ in reversed(entries)}
         return _Snapshot(state, [_describe(one) for one, _ in entries], since, calls, stalled)
 
@@ -219,6 +226,8 @@ class WaitMonitor:
 
     def _report(self, snapshot: _Snapshot) -> None:
         state = snapshot.state if time.monotonic() - snapshot.since >= _BLOCKED_S else None
+        # A relay that has replaced another one does not have the state, so the rank of the relay is
+        # compared, too.
         current = None if state is None else (self._control.relay_rank, state)
         if current != self._sent:
             self._sent = current
@@ -232,9 +241,10 @@ class WaitMonitor:
                 _message_state(backends.get(backend_group), peer)
                 for backend_group, peer in message["links"]
             ]
+            # Before the snapshot, which has the numbers of these orders.
             self._orders.update(message["orders"])
-            # after the links: a thread that has read a message of these since then must not count
-            # as blocked
+            # The snapshot is taken after the links: a thread that has read a message of these since
+            # then must not count as blocked.
             snapshot = self._take_snapshot()
             answer = {
                 "id": message["id"],
@@ -242,8 +252,8 @@ class WaitMonitor:
                 "texts": snapshot.texts,
                 "links": links,
             }
-            # the relay takes the answer for the state, so a thread that ran just now must not hide
-            # the next report
+            # The relay takes the answer for the state, so a thread that ran just now must not hide
+            # the next report.
             self._sent = (
                 None if snapshot.state is None else (self._control.relay_rank, snapshot.state)
             )
@@ -258,10 +268,10 @@ class WaitMonitor:
         try:
             blocked, _ = find_blocked_calls(self._backends())
         except Exception:
-            # Groups begin and end at any time.
+            # Groups begin and end at any time, also while they are looked at.
             log.debug("the blocked calls are not known", exc_info=True)
             return
-        # The end of another rank may have ended a message meanwhile.
+        # Another rank has the error already, and its end may have ended a message of this one.
         last = self._asked.get(group)
         named = next((_name(one) for one in blocked if one.backend.context.name == group), last)
         if named is not None:

@@ -25,7 +25,7 @@ def as_integer(what: str, value: Any) -> int:
 
 def buffers_of(what: str, arrays: Sequence[Any]) -> tuple[Buffer, ...]:
     """A list of arrays as buffers; ``what`` is operation and argument, for errors."""
-    # A union would be made in every call.
+    # The types are a tuple, because a union of them would be made anew in every call.
     if not isinstance(arrays, (list, tuple)):
         raise DistTypeError(
             f"{what}: expected a list of arrays, got {type(arrays).__name__}",

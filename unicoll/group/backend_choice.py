@@ -70,6 +70,7 @@ def choose(
             BackendChoice(d, spec, cls, f"backend={backend!r}", True)
             for d in sorted(devices_of(spec, cls))
         ]
+        # XCCL on host memory serves CPU arrays itself, and gets no backend beside it.
         if spec in DEFAULTS.values() and all(choice.device != "cpu" for choice in choices):
             host = _choose_by_device(started_by_mpi, against_mpi)[0]
             why = f"for objects, barriers and CPU arrays, beside {spec.upper()}"
@@ -128,10 +129,12 @@ def _choose_by_device(started_by_mpi: bool, against_mpi: str) -> list[BackendCho
     choices = [BackendChoice("cpu", name, cls, why)]
     for device, name in DEFAULTS.items():
         if device != "cuda" and runtimes.reason_against(device) is not None:
-            # NCCL's backend itself looks for the library first, and initialises CUDA only if there
-            # is one.
+            # Without a device the backend is not even loaded. For CUDA that question would
+            # initialise CUDA: NCCL's backend looks for its library first, and asks only if there is
+            # one.
             continue
         cls = load(name)
+        # The class that xccl gives may be the one for host memory, which does not serve the device.
         if device in devices_of(name, cls) and reason_against(name) is None:
             choices.append(BackendChoice(device, name, cls, f"the default for {device} arrays"))
     return choices

@@ -71,6 +71,8 @@ class GroupBackends:
         self._failure_delivered = False
         self._call_checks: CallChecks | None = None
         self.check_compression("pg_options", compression_of(context.options))
+        # The level at this moment decides for the whole life of the group whether calls are
+        # compared, because all ranks must do so or none. A later level changes only what is logged.
         self._compare_calls = get_debug_level() is DebugLevel.DETAIL
         self.debug_level_changed()
         if context.size > 1 and not all(choice.cls.compares for choice in choices):
@@ -81,14 +83,14 @@ class GroupBackends:
             debug_comparison.agree_on_level(context, connects)
         try:
             self.host = self._create(parent, excluded, grown)
-            # not at import: it loads hashlib
+            # This is not imported with the module, because it loads hashlib.
             from unicoll.group.object_seals import ObjectSeals, needs_seals
 
             self.object_seals = ObjectSeals(
                 context.rank, context.name, context.job.key, needs_seals(context, self.host)
             )
         except BaseException:
-            # The backends that have been created.
+            # This closes the backends that have been created.
             self.close()
             raise
 
@@ -97,15 +99,20 @@ class GroupBackends:
     ) -> Backend:
         """Create the backends; returns :attr:`host`."""
         for choice in self.choices:
+            # Device types with the same backend share one object, so that one queue orders all
+            # their calls.
             if choice.cls not in self._by_class:
                 context = replace(self._context, explicit=choice.explicit, backend=choice.cls.name)
                 parents = parent._by_class.get(choice.cls) if parent is not None else None
                 self._by_class[choice.cls] = _create(choice.cls, context, parents, excluded, grown)
+            # Staging for the other devices is made for their first array (for_device).
             if not choice.staged:
                 self._by_device[choice.device] = self._by_class[choice.cls]
         host = self._by_device.get("cpu") or next(iter(self._by_class.values()))
         delegate = self._delegate_of(host)
         if delegate is not None:
+            # The job has prepared the backends that were chosen when it was joined, without this
+            # one.
             delegate.prepare(self._context.job)
             self._by_class[delegate] = made = delegate.create(
                 replace(self._context, backend=delegate.name)
@@ -200,6 +207,8 @@ class GroupBackends:
                 f" {device} arrays",
                 op=name,
             )
+        # The ways out below depend only on the operation, the element type and the reduction, which
+        # are equal on all ranks, so all ranks take the same backend.
         if not _serves(backend, name) and buffers:
             backend = self._through_host(device) or backend
         if not _serves(backend, name):
@@ -274,7 +283,7 @@ class GroupBackends:
 
     def fail(self, error: DistError) -> None:
         """End the group with an error, on all members."""
-        # It comes from the program, or is raised to it.
+        # The error comes from the program, or is raised to it, so close() does not raise it again.
         mark_delivered(error)
         self.abort(announce(self._context, error))
         self.failure_delivered()
@@ -297,13 +306,16 @@ class GroupBackends:
         The other ranks may be in the call, and would else take this rank's next one for it.
         """
         mark_delivered(cause)
-        # A refused call on a failed group does not say that the group has failed.
+        # A refused call on a failed group does not say that the group has failed. An exception that
+        # is not the library's does not, either. The program knows nothing of the failure then, so
+        # close() still raises it.
         if (
             isinstance(cause, DistError)
             and not isinstance(cause, DistArgumentError)
             and self._failures()
         ):
-            # Each backend has an error of its own.
+            # The program has got the failure from one backend. Each backend has an error object of
+            # its own, so all of them are marked.
             self.failure_delivered()
         if not leaves_doubt(cause) or self.closed:
             return
@@ -311,9 +323,10 @@ class GroupBackends:
         try:
             error = announce(self._context, error)
         finally:
-            # A second interrupt may end the wait for the first error of the group.
+            # The group ends on this rank also if a second interrupt ends the wait for the first
+            # error of the group.
             self.abort(error)
-            # The program gets the cause.
+            # The program gets the cause, so close() does not raise the group's error.
             self.failure_delivered()
 
     def abort(self, error: Exception) -> None:
@@ -325,7 +338,11 @@ class GroupBackends:
 
     def close(self) -> None:
         """Finish pending operations, within bounds, and release everything."""
-        # A failure does not keep the others from being closed.
+        # A failure does not keep the others from being closed. The stack calls the last function
+        # first: the group of another library, which uses this one, is closed first, then the
+        # comparisons. The backends follow in the order in which they were made, since a delegate is
+        # closed after the backend that passes calls to it. Staging is last: its memory may be used
+        # until the host's backend has been closed.
         with ExitStack() as closing:
             for staged in self._staged.values():
                 closing.callback(staged.close)
@@ -337,6 +354,7 @@ class GroupBackends:
                 closing.callback(self.wrapper.close)
 
     def _close(self, backend: Backend) -> None:
+        # One error that has been raised is enough: the others of this group have the same cause.
         delivered = any(map(is_delivered, self._failures()))
         try:
             backend.close()
@@ -363,7 +381,7 @@ def _create(
 ) -> Backend:
     """The backend of a new group, derived from the parent's backend of the same class if there is
     one."""
-    # not at import: it keeps `import unicoll` short
+    # This is not imported with the module, which keeps `import unicoll` short.
     from unicoll.backend.host import with_fallbacks
 
     made: Backend | None

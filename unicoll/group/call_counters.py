@@ -57,6 +57,7 @@ class CallCounters:
     """The counters of the process, and the hook that counts."""
 
     def __init__(self) -> None:
+        # Calls end on the threads of the program, of queues and of NCCL's watchdog.
         self._lock = threading.Lock()
         self._counters: dict[tuple[str, str], Counters] = {}
         self._hook: Hook | None = None
@@ -147,13 +148,15 @@ class _File:
             write_file(self._path, self._rank)
             self._failed = False
         except OSError as e:
-            # Said once, not every few seconds.
+            # The warning is logged once, not every few seconds.
             if not self._failed:
                 log.warning("UNICOLL_METRICS_FILE: %s cannot be written: %s", self._path, e)
             self._failed = True
 
     def close(self) -> None:
         self._stop.set()
+        # The thread ends before the last rewrite. Otherwise it could put older numbers in place of
+        # the last ones.
         self._thread.join()
         self._rewrite()
 

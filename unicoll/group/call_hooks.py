@@ -52,6 +52,8 @@ class HookedCall:
         self.ranks = context.ranks
         self.rank = context.job.rank
         self.op = call.op.name
+        # In a broadcast the array of a rank that is not the root is only written, so its old
+        # contents may be anything (NaN, for example) and are not shown to the hooks.
         unread = call.op.outputs is Arity.ONE_OFF_ROOT and context.rank != call.root
         self.inputs = [] if unread else [b.owner for b in call.inputs]
         self.outputs = [b.owner for b in call.outputs]
@@ -134,6 +136,8 @@ class HookedBackend(Backend):
         self.compares = inner.compares  # type: ignore[misc]
         self._inner = inner
         self._context = context
+        # The hooks of a call are the same at its begin and at its end. Another set of hooks gets
+        # another HookedBackend (ValidationCache), and calls in progress keep theirs.
         self._hooks = tuple(hooks)
         self._after = [hook.after for hook in hooks if hook.after is not None]
         self._returned = [hook.returned for hook in hooks if hook.returned is not None]
@@ -153,12 +157,15 @@ class HookedBackend(Backend):
         if enqueued is None:
             self._end(record, call.seq, None)
         else:
+            # The device ends the call later, on another thread; on_end of the entry calls the hooks
+            # then.
             enqueued.track((entry,))
         return enqueued
 
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
         completion, begun = self._post(self._inner.post, calls, stream)
         completion.track([entry for _, entry in begun])
+        # The batch has one completion. A wait for it counts once, for the first call.
         return self._measured(completion, begun[0][0])
 
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
@@ -180,7 +187,7 @@ class HookedBackend(Backend):
                 begun.append(self._begin(call, False))
             return post(calls, stream), begun
         except BaseException as e:
-            # A hook may have refused one.
+            # If a hook has refused a call of the batch, fewer calls have begun than the batch has.
             for call, (record, _) in zip(calls, begun, strict=False):
                 self._end(record, call.seq, e)
             raise
@@ -211,19 +218,27 @@ class HookedBackend(Backend):
             if hook.before is None:
                 continue
             try:
+                # A hook is a function of the user and may take any time, so the search for
+                # deadlocks does not count this thread as blocked meanwhile.
                 with entered(NotBlocked()):
                     hook.before(record)
             except BaseException as e:
                 earlier = self._hooks[:place]
+                # The hooks before this one have seen the call begin, so they see it end. The later
+                # ones know nothing of it.
                 self._call([each.returned for each in earlier if each.returned is not None], record)
                 self._end(record, 0, e, [each.after for each in earlier if each.after is not None])
-                # The hook refuses the call.
+                # The hook refuses the call: nothing has been sent, so the group stays usable.
+                # KeyboardInterrupt and the like are no refusal, and fail the group.
                 if isinstance(e, Exception):
                     mark_unchanged(e)
                 raise
         record.inputs, record.outputs = [], []
+        # The time of the hooks themselves does not count.
         record.started = monotonic()
         kind = CallKind(call, context.job.number, context.name, context.ranks, self.name)
+        # This entry is in no ring. It goes to the completion beside the recorder's own, only to
+        # learn when the call ends.
         entry = PendingEntry(kind, call, record.started, record.started, record.site)
         entry.on_end = lambda: self._end(record, entry.seq, entry.error)
         return record, entry
@@ -250,6 +265,9 @@ class HookedBackend(Backend):
                 with entered(NotBlocked()):
                     function(record, *args)
             except Exception:
+                # The call has been made or has ended already, which an exception cannot take back.
+                # Raised here, it would end the thread of the library, or be taken for an error of
+                # the call.
                 log.exception("a hook of %s failed", record)
 
     def waited(self, record: HookedCall, seconds: float) -> None:

@@ -50,6 +50,7 @@ class CallSettings:
     special: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        # All of this is computed once, so that a plain call looks at ``special`` alone.
         options = self.options
         compressed = bool(self.compression) or (
             options is not None and options.compression is not None
@@ -100,7 +101,7 @@ class CallSettings:
         )
         if suits:
             backend = backends.for_device(call.inputs[0].device.type)
-            # None is refused later.
+            # If no backend serves the device, GroupBackends.route() refuses the call later.
             if backend is None or backend.caps.compresses:
                 call.compression = compression
             elif asked is not None:

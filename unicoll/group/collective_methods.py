@@ -34,6 +34,10 @@ _SCAN = OPS["scan"]
 _EXSCAN = OPS["exscan"]
 
 
+# All methods end with the same handler, which is in the body of the method itself. A signal's
+# handler may raise an exception where a called function begins, before any ``try`` of that
+# function. The conversion of the arrays is within the ``try``, too: an exception that an array
+# raises leaves this rank one call behind the others, as an interrupt does.
 def broadcast(
     self: ProcessGroup,
     tensor: Any,
@@ -46,6 +50,7 @@ def broadcast(
     (MPI_Bcast)."""
     try:
         buffers = (as_buffer(tensor, "broadcast: tensor"),)
+        # The root's array is only read, so it may be one that cannot be written.
         outputs: Buffers = () if src == self._context.rank else buffers
         return self._dispatcher.start(
             self._settings, _BROADCAST, buffers, outputs, async_op, timeout, root=src
@@ -67,6 +72,8 @@ def all_reduce(
     (MPI_Allreduce)."""
     try:
         buffers = (as_buffer(tensor, "all_reduce: tensor"),)
+        # One tuple as inputs and outputs marks an operation in place. The dispatcher compares the
+        # identity of the two, for its shortest key.
         return self._dispatcher.start(
             self._settings, _ALL_REDUCE, buffers, buffers, async_op, timeout, op
         )
@@ -88,6 +95,7 @@ def reduce(
     (MPI_Reduce)."""
     try:
         buffers = (as_buffer(tensor, "reduce: tensor"),)
+        # Only the array of dst is written; those of the others may be read-only.
         outputs: Buffers = buffers if dst == self._context.rank else ()
         return self._dispatcher.start(
             self._settings, _REDUCE, buffers, outputs, async_op, timeout, op, root=dst

@@ -61,9 +61,13 @@ class CallChecks:
     def wrap(self, backend: Backend) -> Backend:
         """The wrapped backend, the same object for each call with one backend; the backend if
         nothing is to be done."""
+        # A comparison costs a group of connections, so a backend that compares the calls itself has
+        # none.
         compare = self._compare and self._context.size > 1 and not backend.compares
         if not compare and get_debug_level() is not DebugLevel.DETAIL:
             return backend
+        # Each backend has one wrapper, since calls are put together in batches by the identity of
+        # their backend (Dispatcher.start_batch).
         if backend not in self._wrapped:
             comparison = None
             if compare:
@@ -106,10 +110,9 @@ class _ComparedBackend(Backend):
         return self._inner.run(call)
 
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
-        if (
-            self.comparison is not None and calls[0].refused
-            # The root's list: the comparison tells the other ranks.
-        ):
+        # The root has refused its list. The comparison tells the other ranks, whose calls end in
+        # it. The inner backend gets the call on no rank, so its order stays the same on all.
+        if self.comparison is not None and calls[0].refused:
             return self.comparison.post(calls)
         self._begin(calls)
         return self._inner.post(calls, stream)
@@ -133,12 +136,16 @@ class _ComparedBackend(Backend):
 
     def _begin(self, calls: Sequence[Call]) -> None:
         self._log(calls)
+        # An asynchronous call, too, waits here for the other ranks: the inner backend, which would
+        # hang, gets a call only once all ranks have made the same one. Messages are not compared,
+        # since only two ranks take part.
         if self.comparison is not None and not calls[0].op.message:
             self.comparison.run(calls)
 
     def _log(self, calls: Sequence[Call]) -> None:
         if not log.isEnabledFor(logging.DEBUG):
             return
+        # The inner backend numbers the calls when it gets them, after this.
         number = self._inner.sequence
         for i, call in enumerate(calls, 1):
             at = "" if call.op.message else f" #{number + i}"
@@ -165,6 +172,7 @@ class _Comparison:
         self._fail = fail
         cls = registry.load("gloo")
         cls.prepare(context.job)
+        # The name is derived from the group's, so it is equal on all members and unique in the job.
         name = f"{context.name}/{backend}"
         made = cls.create(Context(context.job, name, context.ranks, context.timeout))
         assert isinstance(made, HostBackend)
@@ -183,8 +191,12 @@ class _Comparison:
         try:
             self.host.run_with(check, execute)
         except DistArgumentError:
+            # The root has refused its list. All ranks raise, and the inner backend has not got the
+            # call.
             raise
         except DistError as e:
+            # The program knows the user's group, not the one that compares. Both are ended: a rank
+            # that goes on would wait in one of them.
             e.group = self._context.name
             self.host.abort(e)
             self._fail(e)
@@ -199,7 +211,8 @@ class _Comparison:
         """The call that compares, and the function that executes it."""
         first = calls[0]
         check = ProxyCall(first, _BARRIER, (), (), first.timeout)
-        # NCCL does an all_to_all_single with split sizes by other calls than one without
+        # NCCL does an all_to_all_single with split sizes by other calls than one without, so
+        # ``even`` has to agree, too.
         check.signature = hash(tuple((call.signature, call.even) for call in calls))
         return check, partial(self._execute, calls)
 
@@ -208,6 +221,8 @@ class _Comparison:
         context = self._context
         for call in calls:
             if call.op.root_has_sizes or call.op.sizes is Sizes.EXCHANGED:
+                # The user's call has no number yet. The exchange of its sizes and its errors take
+                # that of the comparison.
                 call.seq = check.seq
                 check_sizes(call, context.rank, context.ranks, context.name, self.host.perform)
 
@@ -230,6 +245,9 @@ def agree_on_level(context: Context, connects: bool) -> None:
     name = context.name
     store = context.store
     level = get_debug_level()
+    # All ranks publish their levels. A rank without DETAIL need not wait for the others: if the
+    # levels differ, the ranks with DETAIL fail the group, which ends its first call. But if the
+    # backend connects now, this rank would wait there for ranks that raise here and do not connect.
     store.set(f"debug_level/{context.rank}", level.name)
     if level is not DebugLevel.DETAIL and not connects:
         return
@@ -256,6 +274,7 @@ def _await_members(store: Store, keys: list[str], context: Context) -> None:
     deadline = time.monotonic() + timeout
     while True:
         try:
+            # The wait is cut into short ones, because a store does not know that a rank has died.
             store.wait(keys, max(0.0, min(_POLL_S, deadline - time.monotonic())))
             return
         except StoreTimeoutError:

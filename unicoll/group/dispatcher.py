@@ -47,7 +47,7 @@ Message = tuple[Op, Any, int | None, int | None, Status | None]
 """A send or receive: its row of the table, array, peer (None receives from any rank), tag (None
 receives with any tag), and for a receive a status or None; with a status the message may be shorter
 than the array."""
-# Members of an enumeration are slow to look up.
+# Members of an enumeration are slow to look up, so those that each call needs are looked up once.
 _GATHERED, _ONE = Sizes.GATHERED, Arity.ONE
 
 
@@ -74,12 +74,15 @@ class Dispatcher:
 
     def refuse(self, reason: str) -> None:
         """Refuse later calls, with a reason that follows the group's name."""
+        # The reason is set first. With the cache emptied first, a call of another thread could be
+        # validated in between, and its entry would let later calls pass.
         self._backends.closed = reason
         self.validation.known.clear()
 
     def use_ring(self) -> None:
         """Record later calls in the flight recorder's present ring; not at all if it keeps none."""
         ring = flight_recorder.ring()
+        # The bound method saves a look-up in each call, so a new ring has to be set in each group.
         self._record = ring.append if ring.maxlen else None
 
     # --- collectives ------------------------------------------------------------------------------
@@ -109,7 +112,8 @@ class Dispatcher:
             reduce,
             root,
         )
-        # One array in place: the shortest key.
+        # One array in place has the shortest key. A key is made before check(), which replaces
+        # split sizes by numbers of elements.
         if inputs is outputs and inputs and inputs[0].writable:
             first = inputs[0]
             key: Any = (
@@ -132,22 +136,31 @@ class Dispatcher:
             checked = self.validation.check(call, key)
         call.signature, backend, run, kind, counts = checked
         call.kind = kind
+        # The split sizes belong to the key, so equal calls have equal numbers of elements, and
+        # check() need not compute them again.
         if counts is not EVEN:
             call.in_counts, call.out_counts = counts
+        # Overlaps depend on addresses, which are not in the key, so each call is looked at.
         if op.separate:
             separate_one(call, self._context.rank)
-        # A method has called this one.
+        # A method of the group has called this function, and with by_functions a public function
+        # the method. Then the frame of the caller is taken without a look at the modules of the
+        # frames, which would take longer.
         try:
             frame = _getframe(3) if settings.by_functions else user_frame(_getframe(2))
         except ValueError:
-            # No Python code has called the public function.
+            # No Python code has called the public function: it is the target of a thread, for
+            # example.
             frame = _getframe(2)
         if async_op:
             call.site = site_of(frame)
             return _post(call, backend, kind)
-        # what _run() does, without another call
+        # This is what _run() does, written out to save a call.
         record = self._record
         begun = 0.0 if record is None else monotonic()
+        # The entry is added within the try, because a signal's handler may raise right behind the
+        # append. A handler that runs behind get_ident() raises outside of the try. So _leave()
+        # always finds the entry.
         activity = (get_ident(), call, backend, kind, begun, frame)
         try:
             _enter(activity)
@@ -162,6 +175,8 @@ class Dispatcher:
             elif enqueued is not None:
                 enqueued.track(flight_recorder.begin((kind,), (call,), begun, frame))
             else:
+                # The code and the offset stay in the ring, not the frame, which would keep the
+                # caller's arrays alive. The line is computed when the ring is read.
                 record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
         finally:
             _leave(activity)
@@ -194,9 +209,12 @@ class Dispatcher:
             backend, run, kind = self.validation.validate(call)
             separate_one(call, self._context.rank)
         except Exception as e:
+            # Only refusals are sent to the others. An interrupt (KeyboardInterrupt) fails the group
+            # in the handler of the method.
             if root == self._context.rank and self._context.size > 1:
                 self._refuse(settings, op, own, timeout, root, e)
-                # The other ranks get it in this call.
+                # The other ranks get the error in this call, whatever its class is, so the group
+                # need not fail.
                 mark_unchanged(e)
             raise
         if async_op:
@@ -221,6 +239,8 @@ class Dispatcher:
         if reduce is not None:
             reduce = as_reduce_op(reduce)
         site = call_site()
+        # All calls are validated before the first one is posted, so a refused one leaves nothing
+        # behind.
         calls, backends, kinds = [], [], []
         for inputs, outputs in pairs:
             call = self._new(settings, op, inputs, outputs, timeout, reduce, root)
@@ -328,8 +348,10 @@ class Dispatcher:
             separate([call for call, *_ in started], self._context.rank)
         site = call_site()
         works: list[Work] = []
-        # device arrays and host arrays may be mixed
+        # Device arrays and host arrays may be mixed. Neighbours of one backend go to it together,
+        # since NCCL executes them as one operation.
         batches = [(backend, list(some)) for backend, some in groupby(started, itemgetter(1))]
+        # This is a loop of its own, since nothing may have been posted when a batch is refused.
         for backend, some in batches:
             if backend.caps.joins_batches:
                 _check_own_messages([call for call, *_ in some if call.peer == self._context.rank])
@@ -345,7 +367,7 @@ class Dispatcher:
             except BaseException as e:
                 flight_recorder.end(pending, e)
                 raise
-            # None if nothing is recorded.
+            # There are no entries if the flight recorder keeps nothing.
             for entry, completion in zip(pending, completions, strict=False):
                 completion.track((entry,))
             works += [Work(each, (call,)) for call, each in zip(calls, completions, strict=True)]
@@ -373,6 +395,8 @@ class Dispatcher:
         checked = self.validation.known.get(key)
         if checked is None:
             checked = self.validation.check(call, key)
+        # These properties are not in the key: messages differ in peer and tag, and each would be a
+        # kind of its own.
         if peer == context.rank or tag is None or status is not None:
             _check_matching(call, checked[1], context, in_batch)
         return call, checked[1], checked[2], checked[3]
@@ -439,15 +463,19 @@ class Dispatcher:
             check(call, -1, context.size)
             backend = self._backends.route(call)
         except DistError:
-            # The call is refused on every rank for this reason.
+            # Something other than the list is wrong. As with any other argument the call does not
+            # count, and ranks that make the same call refuse it, too.
             return
         call.signature = sign(call)
         call.site = call_site()
         kind = "" if isinstance(reason, DistError) else f"{type(reason).__name__}: "
         call.refused = f"at {call.site}: {kind}{reason}"
         if backend.compares:
+            # The call keeps the order of this rank equal to the others'. Nobody waits for it: this
+            # rank raises the reason.
             backend.post((call,))
             return
+        # Without a comparison nothing takes the place of the call, so the others would wait in it.
         rank = context.job.rank
         self._backends.fail(
             GroupAbortedError(

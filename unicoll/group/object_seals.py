@@ -31,6 +31,8 @@ _ALL = -1
 _FIELDS = struct.Struct("<Qii")
 _MAC_SIZE = 16
 _SIZE = _FIELDS.size + _MAC_SIZE
+# Numbers of messages begin above those of collectives, so an object of one kind is never taken for
+# one of the other.
 _FIRST_MESSAGE = 1 << 63
 _LARGE = 4096
 """Bytes from which SHA-256 is faster than BLAKE2b."""
@@ -49,6 +51,7 @@ class ObjectSeals:
     def __init__(self, rank: int, name: str, key: bytes, wanted: bool) -> None:
         self._rank = rank
         self._wanted = wanted
+        # The hash has read the key once; each MAC begins with a copy of this state.
         self._keyed = hashlib.blake2b(
             key=digest(key, f"objects {name}".encode(), "sha256"), digest_size=_MAC_SIZE
         )
@@ -68,6 +71,8 @@ class ObjectSeals:
         if not self._wanted:
             return data
         if call is None:
+            # Two threads that send to a new receiver at once count with one object, because
+            # setdefault() is atomic.
             call = next(
                 self._sent.get(receiver) or self._sent.setdefault(receiver, count(_FIRST_MESSAGE))
             )
@@ -88,6 +93,9 @@ class ObjectSeals:
             data = body[:size]
             number = _FIELDS.unpack_from(body, size)[0] if call is None else call
             fields = _FIELDS.pack(number, sender, receiver)
+            # The MAC is verified first. Only a number that its sender has written is noted as
+            # received: a forged one could make a later message look repeated, or make the set of
+            # missing numbers large.
             if compare_digest(fields + self._mac(data, fields), body[size:]) and (
                 call is not None or self._is_new(sender, number - _FIRST_MESSAGE)
             ):
@@ -136,5 +144,5 @@ def needs_seals(context: Context, host: Backend) -> bool:
     if not job.allows_pickle or job.control is None or host.is_protected:
         return False
     peers = [job.control.peers[rank] for rank in context.ranks]
-    # clones of a virtual machine have the same host_id
+    # Clones of a virtual machine have the same host_id.
     return len({(peer.host, peer.address, peer.host_id) for peer in peers}) > 1

@@ -37,6 +37,9 @@ def separate_one(call: Call, rank: int) -> None:
     if len(inputs) == 1 == len(outputs):
         one, other = inputs[0].flat, outputs[0].flat
         if one is not None and other is not None:
+            # Different arrays that own their memory share none. Otherwise NumPy compares the
+            # bounds, which is enough to say no. A call without an overlap ends here, within a third
+            # of a microsecond; separate() decides about the others.
             bare = one.base is None is other.base and one.flags.owndata and other.flags.owndata
             if (bare and one is not other) or not np.may_share_memory(one, other):
                 return
@@ -54,10 +57,14 @@ def separate(calls: Sequence[Call], rank: int) -> None:
             copy them.
     """
     outputs = [buffer for call in calls for buffer in call.outputs]
+    # This comes first: packed copies own their memory, so the next check would find nothing,
+    # although all of them are copied back to the user's arrays.
     if len(outputs) > 1 and any(buffer.unpack is not None for buffer in outputs):
         _check_packed(calls, outputs)
     if _own_their_memory([buffer for call in calls for buffer in _arrays(call)]):
         return
+    # Of sorted spans neighbours overlap if any two do. An empty array has an address, but no
+    # memory.
     spans = sorted((*_span(buffer), i) for i, buffer in enumerate(outputs) if buffer.count)
     for (_, end, i), (start, _, j) in pairwise(spans):
         if start < end:
@@ -71,6 +78,8 @@ def separate(calls: Sequence[Call], rank: int) -> None:
         ]
         if not all(kept):
             name = call.op.name
+            # The copies are made now, before any call of the batch starts, and take the place of
+            # the inputs. The user's arrays are not changed.
             call.inputs = tuple(
                 buffer if keep else copy_of(buffer, name)
                 for buffer, keep in zip(call.inputs, kept, strict=True)
@@ -122,8 +131,8 @@ class _Place(NamedTuple):
 def _place(buffer: Buffer, number: int) -> _Place:
     itemsize, unpack, shape = buffer.dtype.itemsize, buffer.unpack, buffer.shape
     if not isinstance(unpack, WriteBack):
-        # The array's own memory, or a packed copy: an array whose strides are not known is compared
-        # with none.
+        # This is the array's own memory, or a packed copy. An array whose strides are not known is
+        # compared with none: its packed copy overlaps no other array.
         start = buffer.address
         return _Place(start, start + buffer.nbytes, number, start, itemsize, shape, None, itemsize)
     address, strides = unpack.address, unpack.strides
@@ -142,10 +151,14 @@ def _check_packed(calls: Sequence[Call], outputs: Sequence[Buffer]) -> None:
     """Raise if outputs overlap of which some are packed: their packed copies do not, but all are
     written back."""
     places = sorted(_place(buffer, i) for i, buffer in enumerate(outputs) if buffer.count)
+    # The columns of a matrix overlap by their bounds, each with each other one. This finds in one
+    # pass that they have different bytes, where the loop would compare all pairs.
     if _are_interleaved(places):
         return
     for at, place in enumerate(places, 1):
         for other in islice(places, at, None):
+            # The places are sorted by their first byte, so all later ones begin behind this one,
+            # too.
             if other.low >= place.high:
                 break
             i, j = place.number, other.number
@@ -168,7 +181,7 @@ def _share(place: _Place, other: _Place) -> bool:
     try:
         return np.shares_memory(np.asarray(place), np.asarray(other), _MOST_WORK)  # type: ignore[arg-type]
     except RuntimeError:
-        # It would take more work; arrays that a program makes by slicing take little.
+        # NumPy has reached the limit of work. Arrays that a program makes by slicing take little.
         return False
 
 
@@ -200,6 +213,8 @@ def _span(buffer: Buffer) -> tuple[int, int]:
 def _overlaps(buffer: Buffer, spans: Sequence[tuple[int, int, int]]) -> bool:
     """True if an array overlaps one of others, which are sorted and do not overlap each other."""
     start, stop = _span(buffer)
+    # The spans do not overlap, so only the last one that begins before ``stop`` can reach into this
+    # array.
     place = bisect_left(spans, (stop,))
     return start < stop and place > 0 and spans[place - 1][1] > start
 

@@ -123,6 +123,8 @@ class ProcessGroup:
                 exact_sums=wants_exact_sums(options),
             )
             made = cls(context, backends, Dispatcher(context, backends), settings)
+            # From here on the group is closed when the process leaves the job; before, the handler
+            # below does that.
             context.job.groups.append(made)
         except BaseException:
             backends.close()
@@ -219,6 +221,8 @@ class ProcessGroup:
     def _function_view(self) -> ProcessGroup:
         """A view for public functions: the call site of a call is the caller of the function, not
         of the method."""
+        # Two threads may each make a view at the same time. The views are equal, so either one may
+        # stay.
         if self._made_function_view is None:
             settings = replace(self._settings, by_functions=True)
             self._made_function_view = ProcessGroup(
@@ -229,6 +233,8 @@ class ProcessGroup:
     def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.shrink_group` of this group: the remaining members call it and get a group
         of their own."""
+        # The list is made here and filled by shrink(), so the handler knows whether the name has
+        # been reserved.
         names: list[str] = []
         try:
             return resizing.shrink(self, names, ranks_to_exclude, pg_options)
@@ -284,7 +290,10 @@ class ProcessGroup:
         """
         if leaves_doubt(cause):
             if not names:
-                # Of wrong arguments, which the other ranks refuse, too.
+                # The exception came before the names were reserved. The other members may be making
+                # groups of these names, and count them for later names, so this rank reserves them
+                # now. Wrong arguments raise here again: the other ranks refuse them, too, and make
+                # no group.
                 with suppress(Exception):
                     reserve()
             for name in names:
@@ -464,7 +473,7 @@ class ProcessGroup:
         """The group's own name, unique in the job."""
         return self._context.name
 
-    # Torch's spelling.
+    # This is torch's name of the property.
     group_name = name
 
     @property
@@ -576,6 +585,7 @@ class ProcessGroup:
         that the group has raised, do not fail it (:mod:`unicoll.calls.error_marks`); :meth:`close`
         does not raise the latter again.
         """
+        # The outermost frame of the traceback is that of the method whose handler calls this.
         traceback = error.__traceback__
         name = traceback.tb_frame.f_code.co_name if traceback is not None else "a call"
         self._backends.interrupted(error, name)
@@ -599,6 +609,7 @@ class ProcessGroup:
             DistError: the error with which operations have ended that had been posted, if no call
                 has raised it.
         """
+        # The mark comes first, since close() of a backend looks at it.
         if not raise_failure:
             self._backends.failure_delivered()
         if not self._backends.closed:

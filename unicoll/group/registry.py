@@ -124,6 +124,8 @@ class BackendName(str):
             _registered[key] = lambda: func
         elif callable(func):
             if _takes(func, 2 if extended_api else 4):
+                # The class is made once, not in each load(), because a group keeps its backends by
+                # class.
                 made = _from_function(key, func, extended_api, devices)
                 _registered[key] = lambda: made
             else:
@@ -144,7 +146,8 @@ def _takes(func: Callable[..., Any], count: int) -> bool:
     from inspect import signature
 
     how: dict[str, Any] = {}
-    # Else its annotations are evaluated.
+    # By default Python 3.14 evaluates the annotations, which may name what only type checkers
+    # import.
     if sys.version_info >= (3, 14):
         from annotationlib import Format
 
@@ -154,7 +157,7 @@ def _takes(func: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     except ValueError:
-        # A compiled one has no signature.
+        # A compiled function may have no signature.
         pass
     return True
 
@@ -179,6 +182,8 @@ def _from_function(
                 f"backend {name!r}: {func!r} returned {made!r}, which is not a"
                 " unicoll.backend.Backend"
             )
+        # Groups that are split from this one call the function again, not the constructor of what
+        # it returned.
         made.creator = cls
         return made
 
@@ -245,6 +250,8 @@ def reason_against(name: str) -> str | None:
     except BackendUnavailableError as e:
         return str(e)
     except Exception as e:
+        # A third party's loader, or its availability(), may raise anything. That is a reason, too:
+        # the choice of a backend goes on with the next one, and explain() shows it.
         reason = f"{type(e).__name__}: {e}"
     return None if reason is None else f"backend {name!r}: {reason}"
 

@@ -56,7 +56,8 @@ class GrowthRecord:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
-        # The number at which it was first tried to write each rank's.
+        # This is the number at which a record was first tried, by rank. It is no field, so it is
+        # not sent.
         self._first: dict[int, int] = {}
 
     @property
@@ -83,9 +84,14 @@ class GrowthRecord:
         """
         text = json.dumps(asdict(self))
         for rank in self.added:
+            # A repeated call begins where the first one did. If the rank has read the record
+            # meanwhile, its next number is a later one, at which the record would be written a
+            # second time.
             if rank not in self._first:
                 self._first[rank] = store.add(_received(rank), 0) + 1
             number = self._first[rank]
+            # Another group may have written a record for this rank at this number. The text has the
+            # record's id, so a repeated call finds its own record and ends.
             while store.compare_set(f"grow/{rank}/{number}", "", text).decode() != text:
                 number += 1
 
@@ -111,9 +117,11 @@ class GrowthRecord:
             ) from None
         fields = from_store(key, store.get(key), _RECORD)
         made = cls(**{**{name: fields[name] for name in _RECORD}, "ranks": tuple(fields["ranks"])})
-        # Before it counts as read: an interrupt in between does not lose it.
+        # The record is kept before it counts as read, so an interrupt in between does not lose it.
         into += [made]
         store.add(_received(rank), 1)
+        # A record for other ranks counts as read, too. Otherwise each later call would find it
+        # again.
         if made.added != added:
             raise DistArgumentError(
                 f"grow_group: this rank adds ranks {added}, but the group of ranks"
@@ -145,6 +153,8 @@ def shrink(
     context = group._context
     excluded = _excluded(group, ranks_to_exclude)
     left = _reserve_without(group, names, excluded)
+    # Until this process knows that the relay's process has ended, Job.store is the store that may
+    # have ended with it, and the new group would be made through that.
     if context.job.control is not None:
         context.job.control.await_relay_loss([context.ranks[r] for r in excluded])
     return group._derive(names[0], left, pg_options, excluded=excluded)
@@ -181,6 +191,8 @@ def _reserve_without(
     """
     ranks, shrinks = group.ranks, group._backends.shrinks
     left = tuple(r for i, r in enumerate(ranks) if i not in excluded)
+    # The count is by the members that remain. One count for the group, as for its parts, would
+    # differ on the excluded ranks, which may make other groups of it later.
     number = shrinks[left] + 1
     spans = [
         f"{low}-{high}" if high > low else f"{low}"
@@ -221,11 +233,16 @@ def fail_grown(
     if not leaves_doubt(cause):
         return
     if not records:
-        # Of wrong arguments, which the other ranks refuse, too.
+        # As in ProcessGroup.fail_derived(): wrong arguments raise here again, and the other ranks
+        # refuse them, too.
         with suppress(Exception):
             _reserve_grown(group, records, ranks_to_add)
     for record in records:
+        # The failure is announced before the record is sent. So an added rank that gets the record,
+        # and makes the group, finds that it has failed. Without the record it would wait for one
+        # until its timeout.
         record.fail(group.job, cause)
+        # The store may be what has failed. The cause is raised in any case.
         if group.rank() == 0:
             with suppress(DistError):
                 record.send(group.job.store)

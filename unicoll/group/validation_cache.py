@@ -47,6 +47,7 @@ class ValidationCache:
         debug_level.add_listener(self)
 
     def debug_level_changed(self) -> None:
+        # The wrappers come first: an entry that is made for the new dict has to know them.
         self._backends.debug_level_changed()
         self.known = {}
 
@@ -62,6 +63,10 @@ class ValidationCache:
         self._set_hooks(tuple(each for each in self._hooks if each is not hook))
 
     def _set_hooks(self, hooks: tuple[Hook, ...]) -> None:
+        # The order matters, because another thread may be in check(). It reads ``known`` first,
+        # then ``_hooked`` and then ``_hooks``; these are set in the opposite order. So what it
+        # makes from old hooks goes to an old dict, which nobody reads any more. Emptying the dict
+        # in place would keep such an entry.
         self._hooks, self._hooked = hooks, {}
         self.known = {}
 
@@ -82,12 +87,15 @@ class ValidationCache:
         check(call, context.rank, context.size)
         backend = self._backends.route(call)
         if self._hooks:
+            # There is one HookedBackend for each backend, since calls are put together in batches
+            # by the identity of their backend.
             backend = self._hooked.setdefault(backend, HookedBackend(backend, context, self._hooks))
         kind = CallKind(call, context.job.number, context.name, context.ranks, backend.name)
         counts = (
             EVEN if call.in_counts is None is call.out_counts else (call.in_counts, call.out_counts)
         )
         checked = sign(call), backend, backend.runner(call.op), kind, counts
+        # A program whose shapes differ in each call would otherwise fill the memory.
         if len(known) >= _MAX_KINDS:
             known.clear()
         known[key] = checked
@@ -102,6 +110,8 @@ def kind_of(call: Call) -> Any:
     op, inputs, outputs, reduce = call.op, call.inputs, call.outputs, call.reduce
     reduction = None if reduce is None else reduce.key
     if inputs is outputs and len(inputs) == 1 and call.in_counts is None is call.out_counts:
+        # Whether an array can be written is in the key, because check() refuses outputs that cannot
+        # be.
         i = inputs[0]
         return op, i.dtype, i.shape, i.device.index, i.writable, reduction, call.root
     if len(inputs) == 1 == len(outputs):

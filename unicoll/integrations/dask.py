@@ -147,7 +147,7 @@ def run(
     with ExitStack() as locks:
         for address in sorted(addresses):
             locks.enter_context(_locked(client, address, deadline))
-        # Some may have been lost while other runs had the locks.
+        # Some workers may have been lost while other runs had the locks.
         if workers is None:
             present = client.nthreads(addresses)
             addresses = [address for address in addresses if address in present]
@@ -189,7 +189,8 @@ def _locked(client: Client, address: str, deadline: float | None) -> Iterator[No
     """The lock of a worker, which one run at a time has."""
     lock = Lock(f"unicoll-{address}", scheduler_rpc=client.scheduler, loop=client.loop)
     try:
-        # Short requests: the scheduler goes on to serve that of a client that has ended meanwhile.
+        # Requests are short, because the scheduler goes on to serve the one of a client that has
+        # ended meanwhile.
         while not lock.acquire(
             timeout=_LOCK_S if deadline is None else min(_LOCK_S, seconds_left(deadline))
         ):
@@ -252,19 +253,22 @@ class _Run:
         )
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
-        # Dask's futures, by rank.
+        # The tasks are Dask's futures, by rank.
         self._tasks: dict[int, Any] = {}
-        # What they return, which is fetched as soon as it exists.
+        # What the tasks return is fetched as soon as it exists, so that a worker may be lost
+        # afterwards.
         self._results: dict[int, Future[Any]] = {}
-        # ranks that have ended, events of ranks that have started, None after an answer of a worker
+        # These are ranks that have ended, events of ranks that have started, and None after an
+        # answer of a worker. The client's own thread only puts them here. All else is changed by
+        # the thread in execute(), and needs no lock.
         self._news: queue.SimpleQueue[int | Mapping[str, Any] | None] = queue.SimpleQueue()
         self._started: set[int] = set()
         self._store: tuple[str, int] | None = None
-        # what ranks have raised, in the order in which they have ended
+        # What ranks have raised is in the order in which they have ended.
         self._ended: dict[int, BaseException | None] = {}
-        # Ranks whose worker was lost before they ended.
+        # The worker of these ranks was lost before they ended.
         self._lost: set[int] = set()
-        # Dask's futures in the arguments, by rank.
+        # Dask's futures in the arguments are listed by rank.
         self._data: dict[int, list[Any]] = {}
 
     def execute(self, call: Callable[[int], _Call]) -> list[Any]:
@@ -272,7 +276,8 @@ class _Run:
         ranks = range(len(self._place.workers))
         topic = _topic(self._place)
         with ExitStack() as cleanup:
-            # the client keeps this function until the next run, so it refers to no result
+            # The client keeps this function until the next run, so it refers to no result. It is
+            # there before the first task, since Dask forwards no earlier events.
             self._client.subscribe_topic(topic, partial(_receive, self._place.run, self._news))
             cleanup.callback(self._client.unsubscribe_topic, topic)
             cleanup.callback(lambda: self._client.cancel([*self._tasks.values()]))
@@ -290,6 +295,8 @@ class _Run:
                     raise self._failure()
                 return [self._results[rank].result() for rank in ranks]
             except BaseException as error:
+                # If a rank has failed, _failure() has ended the others already. This exception is
+                # the client's own, for example that of Ctrl-C.
                 if not self._has_failed():
                     running = self._end_others(
                         f"the client has ended the run: {type(error).__name__}: {error}"
@@ -305,6 +312,7 @@ class _Run:
             _run_rank,
             place,
             *call,
+            # No other run has this key: Dask takes two tasks with equal keys for one.
             key=(f"{funcname(call[0])}-{place.run}", place.rank),
             workers=[place.workers[place.rank]],
         )
@@ -336,6 +344,7 @@ class _Run:
             rest = {rank: self._place.workers[rank] for rank in self._tasks}
             present = self._client.nthreads([*rest.values()])
             gone = {rank for rank, worker in rest.items() if worker not in present}
+            # The result of a rank that has ended is in the client already.
             self._lost |= gone - self._ended.keys()
             for rank in self._data.keys() - self._started - self._ended.keys() - self._lost:
                 if (lost := self._lost_data(rank)) is not None:
@@ -413,7 +422,7 @@ class _Run:
                 " it also does if it cannot import unicoll"
             )
             error = RankLostError(text, rank=lost, op="run")
-            # an error that says how the process has ended
+            # One of these may say how the process has ended.
             others = (one for _, one in errors if not isinstance(one, GroupAbortedError))
             error.__cause__ = next(others, None)
             return lost, error
@@ -426,6 +435,7 @@ class _Run:
             rank: self._background(self._end(self._place.workers[rank], reason))
             for rank in self._tasks
         }
+        # The loop below waits for news, so each answer is put there, too.
         for answer in answers.values():
             answer.add_done_callback(lambda _: self._news.put(None))
         deadline = time.monotonic() + _END_S
@@ -437,12 +447,14 @@ class _Run:
             if time.monotonic() > deadline:
                 break
             self._await_news()
+        # The answer of a worker that has died may still be missing.
         for answer in answers.values():
             answer.cancel()
         return self._running()
 
     async def _end(self, worker: str, reason: str) -> None:
-        # one call for each worker: a call for all of them waits for one that has died
+        # There is one call for each worker, because a call for all of them waits for one that has
+        # died.
         await self._client.run(_end, self._place.run, reason, workers=[worker], on_error="ignore")
 
     def _background(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
@@ -455,7 +467,7 @@ def _keys_without_worker(keys: list[Any], dask_scheduler: Any) -> list[Any]:
     tasks, lost, rest = dask_scheduler.tasks, set(), [(key, key) for key in keys]
     seen = set(rest)
     while rest:
-        # A key and one that it needs.
+        # The second key is one that the first needs, or the same.
         key, needed = rest.pop()
         task = tasks.get(needed)
         # The client has not sent it yet.
@@ -526,6 +538,8 @@ def _membership(place: _Place) -> Iterator[_Member]:
                 " which can be one rank only: start the cluster with a process for each worker, as"
                 " LocalCluster(processes=True) does"
             )
+        # A run that did not end within _END_S has released its locks, and its function may still be
+        # in this process.
         _changed.wait_for(lambda: _member is None or place.run in _failed, place.seconds)
         if place.run in _failed:
             raise GroupAbortedError(f"{place.describe()} did not start, since the run has failed")
@@ -560,7 +574,7 @@ class _Member:
         self._deadline = time.monotonic() + place.seconds
         self._store: TCPStore | None = None
         self._job: Job | None = None
-        # Why the client has ended the run.
+        # It is the client's reason for ending the run.
         self._reason: str | None = None
 
     def join(self) -> None:
@@ -570,6 +584,8 @@ class _Member:
             if place.store is not None:
                 self._tell_start(None)
             store = self._open_store()
+            # Another thread may call end() at any time. The lock makes sure that end() closes this
+            # store, or that this rank finds the reason.
             with _changed:
                 self._store = store
                 self._raise_if_ended()
@@ -577,16 +593,19 @@ class _Member:
                 self._tell_start((store.host, store.port))
             self._await_ranks(store)
             ranks = len(place.workers)
-            # as a job with a name, so that variables of the launcher that has started the workers
-            # are not used
+            # The job has a name, so that variables of the launcher that has started the workers are
+            # not used.
             group = join(
                 store=store, name=_NAME, rank=place.rank, world_size=ranks, secret=place.secret
             )
             with _changed:
                 self._job = group.job
             enter(group.job)
+            # An end() that came before the job was known has aborted no group.
             self._raise_if_ended()
         except DistError:
+            # The error may be only that of a store that end() has closed, or of a group that it has
+            # aborted.
             self._raise_if_ended()
             raise
 
@@ -605,6 +624,8 @@ class _Member:
                 host, 0, is_master=True, wait_for_workers=False, secret=secret, bind=bind
             )
         limits = backoff(*_CONNECT_S)
+        # Nothing interrupts an attempt, so between two of them this rank looks whether the run has
+        # failed.
         while True:
             try:
                 return TCPStore(
@@ -634,10 +655,12 @@ class _Member:
         with _changed:
             self._reason = reason
             store, job = self._store, self._job
+        # This ends a wait of join() in the store.
         if store is not None:
             store.close()
         if job is not None:
             for group in [*job.groups]:
+                # The client calls this on all workers, so the other members need no notice.
                 group.abort_on_this_rank(GroupAbortedError(reason))
 
     def close(self, linger: bool) -> None:
@@ -648,9 +671,12 @@ class _Member:
 
 async def _end(run: str, reason: str) -> None:
     """End the job of a run that has failed on this worker."""
+    # A task that begins later finds its run among the failed ones; one that has begun is the
+    # member.
     with _changed:
         member = _member
         _failed.append(run)
         _changed.notify_all()
     if member is not None and member.place.run == run:
+        # Closing may block, and this coroutine is on the worker's event loop.
         await asyncio.to_thread(member.end, reason)

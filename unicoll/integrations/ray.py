@@ -142,6 +142,8 @@ class UnicollGroup(BaseGroup):  # type: ignore[misc]
         try:
             unicoll.destroy_process_group(self._group)
         finally:
+            # The other ranks may still use the store, so it goes on until the last of them has
+            # closed its own.
             self._store.close(linger=True)
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any = None) -> None:
@@ -286,6 +288,8 @@ def _join(world_size: int, rank: int, group_name: str) -> tuple[ProcessGroup, TC
     name = _job_name(group_name)
     while True:
         store, record = _serve(key, name) if rank == 0 else _connect(key, rank, group_name)
+        # It counts as used also if joining fails, so that the next attempt waits for another
+        # record.
         _used[key] = record
         try:
             group = unicoll.join(
@@ -295,7 +299,7 @@ def _join(world_size: int, rank: int, group_name: str) -> tuple[ProcessGroup, TC
             replaced = False
             if rank != 0 and isinstance(error, DistError):
                 with suppress(Exception):
-                    # Rank 0 has begun another group meanwhile.
+                    # Another record shows that rank 0 has begun another group meanwhile.
                     replaced = _read(key) not in (None, record)
                     if not replaced:
                         _refuse(store, name, record, rank, error)
@@ -305,6 +309,7 @@ def _join(world_size: int, rank: int, group_name: str) -> tuple[ProcessGroup, TC
         else:
             return group, store
         finally:
+            # All ranks have joined, or rank 0 has failed: no rank needs the record any more.
             if rank == 0:
                 _remove(key, record)
 
@@ -320,16 +325,17 @@ def _job_name(group_name: str) -> str:
 def _serve(key: str, name: str) -> tuple[TCPStore, _Record]:
     host = ray.util.get_node_ip_address()
     secret = new_key_text()
-    # Else all interfaces.
+    # If the address is not one of this host, the server listens on all interfaces.
     bind = host if interfaces.is_local_address(host) else None
     store = TCPStore(host, 0, is_master=True, secret=given_secret(secret), bind=bind)
     try:
         record = _Record(host, store.port, secret)
-        # The value of another process stays, and the result is True.
+        # If there is a value already, it stays, and the result is True.
         while internal_kv._internal_kv_put(
             key, json.dumps(record), overwrite=False, namespace=_KEYS
         ):
             if (other := _read(key)) is not None:
+                # A record that this process has used before is that of an earlier group.
                 if other != _used.get(key):
                     _refuse_if_alive(other, name)
                 _remove(key, other)
@@ -399,7 +405,7 @@ def _read(key: str) -> _Record | None:
     if text is None:
         return None
     host, port, secret = from_store(f"record of {key}", text, (str, int, str))
-    # A traceback with local variables does not show it.
+    # Tracebacks that show local variables do not show the secret.
     text = None
     return _Record(host, port, KeyText(secret))
 
@@ -411,7 +417,7 @@ def _remove(key: str, record: _Record) -> None:
         if _read(key) == record:
             internal_kv._internal_kv_del(key, namespace=_KEYS)
     except Exception as error:
-        # The key-value store's.
+        # The key-value store may raise errors of any type.
         log.warning("the record of a group in Ray's key-value store was not removed: %s", error)
 
 
@@ -427,6 +433,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# What Ray's functions pass to the actors; set before Ray would set a plain text.
+# Ray's functions pass this to the actors. It is set before the registration, which would set a
+# plain text.
 Backend.UNICOLL = BACKEND
 register_collective_backend(BACKEND, UnicollGroup)

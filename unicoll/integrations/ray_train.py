@@ -13,7 +13,7 @@ from unicoll.net.wire.secret import KeyText, new_key_text
 
 def _prepare(secret: KeyText) -> None:
     os.environ["UNICOLL_SECRET"] = secret
-    # The backend's names, also where torch loads no entry points.
+    # This import registers the backend's names also where torch loads no entry points.
     import unicoll.torch_plugin  # noqa: F401
 
 

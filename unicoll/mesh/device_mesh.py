@@ -113,6 +113,8 @@ def init_device_mesh(
 
     made: list[str] = []
     try:
+        # The constructor has a list of names and a handler of its own: after an exception in it,
+        # the handler below would reserve names once more.
         mesh = object.__new__(DeviceMesh)
         mesh._create(device_type, arguments, True, None, made)
         return mesh
@@ -160,18 +162,19 @@ def _groups_along(
 def _select_device(device_type: str) -> None:
     """Make the device of this process's local rank the current one, if the thread has none (torch's
     rule)."""
-    # Programs on CPUs do not need it.
+    # Programs on CPUs do not need this module.
     from unicoll.devices import runtimes
 
     job, torch = world.current("DeviceMesh"), sys.modules.get("torch")
     local = job.local_rank
     if local is None or job.fake or runtimes.reason_against(device_type) is not None:
         return
+    # If torch uses such devices already, its current one stays.
     if torch is not None and getattr(torch, device_type).is_initialized():
         return
     runtime = runtimes.runtime(device_type)
     count = runtime.device_count()
-    # One: the launcher shows each its own.
+    # With one device only, the launcher shows each process its own.
     if runtime.current_device() < 0 and (local < count or count == 1):
         runtime.set_device(min(local, count - 1))
 
@@ -262,7 +265,7 @@ class DeviceMesh:
         self._rank = rank
         self._root = self if root is None else root
         self._positions = _slice_with(rank, ranks, slice_positions(axes, ranks.size))
-        # By name; the root's holds those of all its slices.
+        # It has flattened meshes by name; those of all slices are in the root's.
         self._flattened: dict[str, DeviceMesh] = {}
 
     def _derive(self, axes: tuple[Axis, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -280,9 +283,11 @@ class DeviceMesh:
         groups = iter(subgroups.make_listed("DeviceMesh", None, [*chain.from_iterable(rows)], made))
         mine = []
         for row in rows:
+            # In zip() the row comes first: when it ends, no group of the next row has been taken.
             along = {
                 rank: group for one, group in zip(row, groups, strict=False) for rank in one.ranks
             }
+            # No groups were made along a dimension that the default group serves.
             mine.append(along.get(self._rank) if row else world.resolve(None))
         return tuple(group for group in mine if group is not None)
 
@@ -583,12 +588,12 @@ class DeviceMesh:
         as others do."""
         if not leaves_doubt(cause) or self._groups is None:
             return
-        # Of wrong arguments, which the other ranks refuse, too.
+        # A call with wrong arguments, which raises here, is refused by the other ranks, too.
         with suppress(Exception):
             name, flat = self._flat(mesh_dim_name)
             known = self._root._flattened.setdefault(name, flat)
             if flat is self or (known is flat and flat._groups is not None):
-                # Nothing was made.
+                # No group was to be made: this mesh is flat, or the flat one had its group before.
                 return
             configs = [override(backend_override)]
 
@@ -597,7 +602,7 @@ class DeviceMesh:
 
             subgroups.fail_listed("DeviceMesh", None, listed, made, cause)
 
-    # Torch's spelling.
+    # Torch has this name.
     _flatten = flatten
 
     # Object protocol

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 
 Axis = tuple[tuple[int, int], ...]
-# Backend name or None, backend options or None.
+# It is a backend's name or None, and a backend's options or None.
 Override = tuple[Any, Any]
 RankArray = npt.NDArray[np.int64]
 Positions = npt.NDArray[np.intp]
@@ -60,6 +60,8 @@ def slice_positions(axes: Sequence[Axis], total: int) -> Positions:
     free = np.ones(total, bool)
     rows = []
     for start in range(total):
+        # The slices are disjoint and cover the root, so the first position that is in none of them
+        # begins another one.
         if free[start]:
             rows.append(first + start)
             free[rows[-1]] = False
@@ -72,6 +74,8 @@ def check_order(axes: Sequence[Axis], names: Sequence[str], mesh: object) -> Non
     for (_, outer), (size, stride) in pairwise(pairs):
         if outer < stride:
             raise DimensionError(f"mesh_dim_names {names} must be in the order of {mesh!r}")
+        # Axes without common ranks nest: the outer stride is a multiple of what the inner axis
+        # spans.
         if outer % (size * stride):
             raise DistArgumentError(f"mesh_dim_names {names} overlap in {mesh!r}")
 
@@ -80,7 +84,7 @@ def as_ranks(mesh: Any) -> RankArray:
     """``mesh`` (array, tensor, nested lists) as an int64 array of distinct ranks from 0 on."""
     if mesh is None:
         raise DistTypeError("mesh is needed: an array or nested lists of global ranks")
-    # A torch tensor, perhaps on a GPU.
+    # It is a tensor of torch, perhaps on a GPU.
     if hasattr(mesh, "detach"):
         mesh = mesh.detach().cpu()
     try:

@@ -24,7 +24,7 @@ from unicoll.parallel.sampler import DistributedSampler
 if TYPE_CHECKING:
     from unicoll.torch_plugin.ddp import DistributedDataParallel as DistributedDataParallel
 
-# without DistributedDataParallel, so that "import *" does not import torch
+# The class DistributedDataParallel is not listed, so that "import *" does not import torch.
 __all__ = [
     "DistributedSampler",
     "ExactSum",

@@ -159,6 +159,7 @@ class ExactSum:
         )
         table = np.empty((size, own.size), np.int64)
         group.all_gather_into_tensor(table, own, timeout=timeout)
+        # All ranks compare the same table, so all of them raise or none does.
         self._compare(group, table)
         bounds = [self._count * r // size for r in range(size + 1)]
         counts = [stop - start for start, stop in pairwise(bounds)]
@@ -171,6 +172,7 @@ class ExactSum:
             return found.reshape(size, mine)
 
         parts = [*exchanged(local.total, "totals")]
+        # Every rank finds this in the table, also one that has nothing missing itself.
         if table[:, 2].any():
             missing = exchanged(
                 np.zeros(self._count) if local.missing is None else local.missing, "missing"

@@ -142,11 +142,11 @@ class GradientBuckets:
         }
         self._numbers = {name: i for i, name in enumerate(self.names)}
         self._syncing = True
-        # Parameters with a view() but no ready() yet.
+        # These parameters have had a view() but no ready() yet.
         self._writing: set[int] = set()
-        # Parameters with a sum from no_sync().
+        # These parameters have a sum from no_sync().
         self._accumulated: set[int] = set()
-        # Parameters with a gradient in this step.
+        # These parameters have a gradient in this step.
         self._ready: set[int] = set()
         self._launched = 0
 
@@ -203,6 +203,8 @@ class GradientBuckets:
             return
         self._ready.add(index)
         self._bucket_of[index].expected -= 1
+        # A full bucket waits for those before it: the ranks may compute gradients in different
+        # orders, but must start the collectives in the same one.
         while self._launched < len(self._buckets) and not self._buckets[self._launched].expected:
             self._launch()
 
@@ -310,12 +312,15 @@ class GradientBuckets:
         bucket = self._buckets[self._launched]
         bucket.marks[...] = 1 if self._find_unused else 0
         if bucket.expected:
+            # With find_unused a sum from no_sync() is the gradient of this step.
             for place, index in enumerate(bucket.members):
                 if index not in self._ready and not (
                     self._find_unused and index in self._accumulated
                 ):
                     bucket.views[place][...] = 0
                     bucket.marks[place] = 0 if self._find_unused else 1
+        # It counts as launched before the call: if that raises, wait() goes on with the next
+        # bucket.
         self._launched += 1
         try:
             bucket.work = self._group.all_reduce(bucket.flat, op=self._op, async_op=True)
@@ -378,6 +383,7 @@ class GradientBuckets:
         )
         result: DistError
         if isinstance(error, DistError):
+            # The error is copied, because all operations of a failed group have the same object.
             result = copy.copy(error)
             result.args = (text,)
         else:

@@ -172,6 +172,7 @@ def bucket_like(group: Any, array: Any, count: int) -> Any:
     try:
         memory = group.symmetric_empty(nbytes, "uint8", device="cpu")
     except BackendUnavailableError:
+        # All members get this error or none does, so their buckets are of one kind.
         return flat_like(array, count)
     if kind.family == "torch":
         return sys.modules["torch"].from_numpy(memory).view(kind.dtype)
@@ -187,7 +188,7 @@ def host_bytes(array: Any) -> npt.NDArray[np.uint8]:
     else:
         array = array.get() if kind.family == "cupy" else np.asarray(array)
     flat = as_buffer(array).flat
-    # It is on the CPU by now.
+    # The array is on the CPU by now.
     assert flat is not None
     return flat.view(np.uint8)
 
@@ -254,7 +255,7 @@ class Packer:
     def __init__(self, arrays: Sequence[Any]) -> None:
         arrays = [without_history(a) for a in arrays]
         first = arrays[0]
-        # Arrays, and their parts of the flat array.
+        # The pairs are arrays, and their parts of the flat array.
         self._copied: list[tuple[Any, Any]] = []
         if len(arrays) == 1 and is_contiguous(first):
             self.flat = first.reshape(-1)

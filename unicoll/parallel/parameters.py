@@ -71,6 +71,7 @@ def average_gradients(gradients: Arrays, group: Any = None) -> None:
     packers = _packers(gradients)
     works: list[Any] = []
     for packer in packers:
+        # The first arrays are averaged while the next ones are packed.
         packer.pack()
         works.append(members.all_reduce(packer.flat, op=ReduceOp.AVG, async_op=True))
     for packer, work in zip(packers, works, strict=True):
@@ -110,6 +111,8 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
     answers = _gather(members, own + count, like)
     if len(set(answers)) == 1:
         return own.hex()
+    # Counter keeps the order of the ranks, so of equally common answers that of the lowest rank
+    # comes first.
     common = Counter(answers).most_common(1)[0][0]
     deviating = [r for r, answer in enumerate(answers) if answer != common]
     if len({answer[DIGEST_BYTES:] for answer in answers}) > 1:
@@ -118,6 +121,7 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
         )
         what = f"they have different numbers of arrays ({counts}, by rank)"
     else:
+        # All ranks have the same answers, so all of them take part in this second exchange.
         each = b"".join(
             arrays_digest([name], [array]) for name, array in zip(names, arrays, strict=True)
         )

@@ -143,8 +143,10 @@ def recover(
     settings = _GroupSettings(backend, operations_s, pg_options, device_id)
     recovery = _Recovery(find_members, settings, own_state, step, old is not None)
     if find_members().location.found_again and not _is_fake(backend, old):
-        # Else an earlier call has ended it.
+        # Otherwise an earlier call has ended it.
         if old is not None and old.default in old.groups:
+            # Ranks that still wait in the old group, because they do not know of the loss, get an
+            # error.
             join.end_group(old, old.default, f"rank {old.rank} calls recover()")
         job = recovery.run(world.seconds(wait, init.RENDEZVOUS_S), min_size)
     elif old is None:
@@ -181,6 +183,7 @@ class _Recovery:
         is_member: True if this process was in the group that is replaced.
     """
 
+    # Both are of the class: a later call in this process goes on where an earlier one has failed.
     last_round = 0
     """Number of the last round that this process was in."""
     is_damaged = False
@@ -208,13 +211,17 @@ class _Recovery:
         late = 0
         while True:
             formed = None
+            # Each round has a new location, because the last one was closed.
             found = self._find_members()
             try:
                 root = found.location.open(found.rank, found.world_size, deadline)
+                # A round that begins after the deadline has a limit of its own: the one before it
+                # failed while its members joined.
                 end = max(deadline, time.monotonic() + _JOIN_S) if late else deadline
                 formed = form_round(
                     found, root, self._record(found.rank), self.last_round, end, min_size
                 )
+                # This comes before the members join: a round that has failed is not entered again.
                 _Recovery.last_round = formed.number
                 senders = _senders(formed.members)
                 job = self._join(formed)
@@ -222,6 +229,8 @@ class _Recovery:
                 return job
             except _AGAIN as error:
                 late += time.monotonic() > deadline
+                # More rounds do not help against missing ranks or a wrong secret. NoAnswerError may
+                # come from a server that is shutting down.
                 too_few = formed is None and isinstance(
                     error, (OperationTimeoutError, RankLostError)
                 )
@@ -231,6 +240,7 @@ class _Recovery:
                 if too_few or refused or late > _LATE_ROUNDS:
                     raise
                 if formed is not None:
+                    # The other members would wait for this one until their limit.
                     formed.give_up()
                 log.info("recovery: the ranks meet again: %s", error)
             finally:
@@ -248,6 +258,7 @@ class _Recovery:
             senders = _senders(members)
         except BaseException as error:
             join.leave(job, error)
+            # The error's traceback has frames that have the job.
             job.error = None
             raise
         self._transfer(job, members, senders)
@@ -279,6 +290,8 @@ class _Recovery:
 
         try:
             if job.rank in senders:
+                # From here on the state is a mixture of two, also if the transfer is interrupted:
+                # in the next round no rank gets it.
                 _Recovery.is_damaged = True
                 self._state.receive(job.default, senders[job.rank])
                 self._step = members[senders[job.rank]].step
@@ -297,6 +310,7 @@ class _Recovery:
 
 def _senders(members: Sequence[Member]) -> dict[int, int]:
     """By rank that needs the state: the rank that sends it."""
+    # All ranks compute this from the same list, so they agree without a message.
     complete = [rank for rank, member in enumerate(members) if not member.is_damaged]
     old = [rank for rank in complete if members[rank].is_member]
     if not complete:
@@ -304,6 +318,8 @@ def _senders(members: Sequence[Member]) -> dict[int, int]:
             "recover: no rank has a complete state: the last one died while it sent its own",
             op="recover",
         )
+    # Processes that were not in the group may have any state, which counts only if no rank of the
+    # group is left.
     newest = max(members[rank].step for rank in old or complete)
     having = [rank for rank in old or complete if members[rank].step == newest]
     same = [rank for rank in having if members[rank].digest == members[having[0]].digest]
@@ -340,6 +356,7 @@ def _replace_default_group(old: Job | None, new: Job) -> None:
     from unicoll.bootstrap import join
     from unicoll.group.call_hooks import add_to_job
 
+    # Hooks that were added for all groups of the job stay.
     for hook in old.hooks if old is not None else ():
         add_to_job(new, hook)
     init.enter(new, init.follow_profiler)

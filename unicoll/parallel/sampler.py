@@ -15,6 +15,7 @@ from unicoll.api.world import get_rank, get_world_size
 from unicoll.errors import DistArgumentError
 from unicoll.group.arguments import as_integer
 
+# From this number of samples on torch.randperm uses another algorithm.
 _MOST_OF_RANDPERM = (2**32 - 1) // 20
 
 

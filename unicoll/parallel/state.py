@@ -110,6 +110,7 @@ class State:
         own, arrays = self._arrays(), {}
         for each in described:
             wanted = _Description(*each)
+            # The name is another rank's, and a module of this name is imported below.
             if wanted.family not in _FAMILIES:
                 raise DistError(
                     f"recover: rank {src} sent an array of {wanted.family!r}",
@@ -128,6 +129,8 @@ class State:
                     op="recover",
                 )
             arrays[wanted.path] = array
+        # Keys and plain values change only now, when all arrays have arrived and are those of the
+        # sender.
         _fill(self._state, plain, (), arrays)
 
     def _arrays(self) -> dict[_Path, Any]:
@@ -145,7 +148,7 @@ def _is_array(value: Any) -> bool:
     try:
         as_buffer(value)
     except DistTypeError:
-        # It is refused with its place if it is an array.
+        # If it is an array, the constructor refuses it, and names its place.
         return isinstance(value, memoryview) or hasattr(type(value), "__dlpack_device__")
     except DistArgumentError:
         return True

@@ -33,7 +33,7 @@ class _Listener(Protocol):
 
 
 _listeners: WeakSet[_Listener] = WeakSet()
-# None: not yet read from the environment.
+# None until it is read from the environment.
 _level: DebugLevel | None = None
 
 

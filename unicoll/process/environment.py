@@ -147,6 +147,7 @@ def number(name: str, environ: Environ | None = None) -> int:
     text = _text(name, environ)
     if not text:
         return default
+    # A text of thousands of digits would make int() raise an error of its own.
     if not (
         text.isascii() and text.isdigit() and len(text) < 20 and minimum <= int(text) <= maximum
     ):
@@ -202,7 +203,8 @@ def unknown() -> dict[str, str | None]:
     names = sorted(ours - known)
     if not names:
         return {}
-    # Here: ``import unicoll`` loads this module, and few programs come this far.
+    # The import is here because ``import unicoll`` loads this module, and few programs come this
+    # far.
     import difflib
 
     endings = [other.removeprefix(_PREFIX) for other in known]

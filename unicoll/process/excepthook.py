@@ -102,6 +102,7 @@ def as_text(kind: type[BaseException], value: BaseException, trace: TracebackTyp
 
 _IN_FUTURE = "Got the following error when running the callback: "
 _FRAMES = "\n\nAt:\n"
+# The references are weak: an error keeps its frames alive, and these their arrays.
 _of_futures: deque[weakref.ref[BaseException]] = deque(maxlen=64)
 
 
@@ -139,7 +140,7 @@ _HINT = (
 def _explain(value: BaseException) -> None:
     """Say in torch's error about a missing default group what to do; shorten that of a future."""
     if origin(value) is not value and not shows_all_frames():
-        # Of the thread that has ended the future.
+        # What follows the text are frames of the thread that has ended the future.
         value.args = (str(value).partition(_FRAMES)[0],)
     world = sys.modules.get("unicoll.api.world")
     if not isinstance(value, ValueError) or world is None or not world.is_initialized():

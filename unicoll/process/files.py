@@ -38,10 +38,13 @@ def write_whole(path: str, data: bytes, mode: int = 0o600, directory: int | None
             _write(_open_in_place(folder, name, found), data)
             return
         temporary = f".{secrets.token_hex(8)}.tmp"
+        # The name must be new: another user could have made a link of that name, if they had
+        # guessed it.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, mode, dir_fd=folder)
         try:
             _write(descriptor, data)
+            # Both names are relative to the open directory: its path may lead elsewhere by now.
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(OSError):
@@ -71,6 +74,7 @@ def _follow(folder: int, name: str) -> tuple[str, os.stat_result | None, bool]:
     """
     for links in range(_LINKS):
         try:
+            # This opens the link itself, so what is checked is what is read below.
             part = os.open(name, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
         except FileNotFoundError:
             return name, None, links > 0
@@ -78,11 +82,12 @@ def _follow(folder: int, name: str) -> tuple[str, os.stat_result | None, bool]:
             found = os.fstat(part)
             if not stat.S_ISLNK(found.st_mode) or not is_trusted_owner(found) or _is_of_proc(found):
                 return name, found, links > 0
-            # The text of the link that was checked: another one may have its name by now.
+            # This is the text of the link that was checked: another one may have its name by now.
             target = os.readlink("", dir_fd=part)
         finally:
             os.close(part)
         following, name = _split(target, folder)
+        # The caller closes `folder`, so the number stays and refers to another directory.
         os.dup2(following, folder, inheritable=False)
         os.close(following)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
@@ -90,11 +95,14 @@ def _follow(folder: int, name: str) -> tuple[str, os.stat_result | None, bool]:
 
 def _open_in_place(folder: int, name: str, found: os.stat_result) -> int:
     """A descriptor to write to what was ``found``; OSError if it was replaced since."""
-    # Of /proc: what the file has was written by others.
+    # A link of /proc leads to a file that is open, as the standard output. It is not truncated,
+    # since others have written to it.
     if stat.S_ISLNK(found.st_mode):
         return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, dir_fd=folder)
     descriptor = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
+        # The file is emptied only after this check: O_TRUNC would empty one that has taken the name
+        # since.
         opened = os.fstat(descriptor)
         if not os.path.samestat(found, opened):
             raise OSError(errno.EPERM, "it was replaced while it was opened")
@@ -133,6 +141,8 @@ def open_directory(path: str, start: int | None = None, make: int = 0) -> int:
     folder = _open_part("/" if path.startswith("/") else ".", start)
     parts, links = path.split("/")[::-1], 0
     try:
+        # Each part is opened relative to the one before and then checked. A check of the whole path
+        # would not hold until the path is used.
         while parts:
             if (name := parts.pop()) in ("", "."):
                 continue
@@ -141,6 +151,7 @@ def open_directory(path: str, start: int | None = None, make: int = 0) -> int:
             except FileNotFoundError:
                 if not make:
                     raise
+                # Another process may have made it. Whatever has the name now is checked below.
                 with suppress(FileExistsError):
                     os.mkdir(name, make, dir_fd=folder)
                 part = _open_part(name, folder)
@@ -149,6 +160,7 @@ def open_directory(path: str, start: int | None = None, make: int = 0) -> int:
                 if not stat.S_ISLNK(found.st_mode):
                     if not stat.S_ISDIR(found.st_mode):
                         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                    # The `finally` closes the directory before, which is `part` now.
                     folder, part = part, folder
                     continue
                 links += 1
@@ -176,6 +188,7 @@ def _open_part(name: str, folder: int | None) -> int:
     is used is."""
     flags = os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
+        # With O_PATH alone the kernel mounts no file system that is mounted on use.
         return os.open(name, flags | os.O_DIRECTORY, dir_fd=folder)
     except NotADirectoryError:
         return os.open(name, flags, dir_fd=folder)

@@ -12,6 +12,7 @@ import socket
 import weakref
 from collections.abc import Callable
 
+# The references are weak: a guard does not keep a socket open.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _callbacks: list[Callable[[], None]] = []
 
@@ -30,6 +31,7 @@ def in_child(callback: Callable[[], None]) -> None:
 def _after_fork() -> None:
     for sock in list(_sockets):
         try:
+            # A shutdown would end the connection of the parent, too.
             sock.close()
         except OSError:
             pass

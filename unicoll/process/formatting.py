@@ -63,7 +63,7 @@ def command_to_type(verb: str, *arguments: str) -> str:
     if which("unicoll") is not None:
         words = ["unicoll", verb]
     elif here and (found := which("unicoll", path=here)) is not None:
-        # The environment is not active.
+        # The command is beside the interpreter, but not on PATH: the environment is not active.
         words = [found, verb]
     else:
         words = ["python", "-m", f"unicoll.{verb}"]
@@ -137,9 +137,9 @@ def print_text(text: str) -> None:
         print(printable(text), flush=True)
     except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
-        # The interpreter flushes what is left when it ends.
+        # The interpreter flushes the output again when it ends, which must not fail a second time.
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-        # That is the end of `| head -1`.
+        # A reader that has ended, such as `head -1`, is no error.
         if not isinstance(error, BrokenPipeError):
             sys.exit(f"standard output: {error.strerror}")

@@ -67,7 +67,7 @@ class LazyThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # list.append is atomic.
+        # The threads that have begun; list.append() is atomic, so exactly one of them is the first.
         self._begun: list[threading.Thread] = []
 
     @property
@@ -111,16 +111,20 @@ class Changes:
     """
 
     def __init__(self) -> None:
+        # A handler of a signal may use the object on a thread that holds the lock, and would wait
+        # for itself with a Lock.
         self.lock = threading.RLock()
+        # Each thread that waits has a lock of its own, which it holds. A release wakes it.
         self._waiters: dict[threading.Lock, None] = {}
 
     def notify_all(self) -> None:
         """Wake the threads that wait; with the lock, or after it was released."""
+        # Threads enter and remove their locks meanwhile, so this is a copy.
         for waiter in [*self._waiters]:
             try:
                 waiter.release()
             except RuntimeError:
-                # It is awake.
+                # The thread was woken already, and is about to look again.
                 pass
 
     def wait_for(self, ready: Callable[[], T], timeout: float) -> T:
@@ -133,7 +137,8 @@ class Changes:
             while True:
                 with self.lock:
                     found = ready()
-                    # With the lock: the next change wakes this thread.
+                    # The lock is held: a change that ready() has not seen finds this thread here,
+                    # and wakes it.
                     self._waiters[waiter] = None
                 left = deadline - time.monotonic()
                 if found or left <= 0:

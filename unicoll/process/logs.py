@@ -18,7 +18,8 @@ from unicoll.process import environment
 _configuring = threading.Lock()
 _rank: int | None = None
 _handler: logging.Handler | None = None
-# Of the logger "unicoll", where the handler needs another one.
+# The level of the logger "unicoll" before the handler needed a lower one; None if it has not
+# changed.
 _level_before: int | None = None
 
 
@@ -112,5 +113,5 @@ class _Format(logging.Formatter):
         return super().format(record)
 
 
-# The logger of modules that log to ``unicoll`` itself.
+# This makes the logger of the modules that log to ``unicoll`` itself.
 logger()

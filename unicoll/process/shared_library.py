@@ -21,7 +21,7 @@ def package_folders(name: str) -> list[Path]:
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:
-        # A module without a specification has its name.
+        # A module in sys.modules has the name, and has no specification.
         return []
     found = (
         [Path(folder) for folder in spec.submodule_search_locations or []]
@@ -36,7 +36,7 @@ def _is_in_working_directory(folder: Path) -> bool:
     try:
         here = os.path.realpath(os.getcwd())
     except OSError:
-        # It was removed.
+        # The working directory was removed.
         return False
     parent = os.path.realpath(folder.parent)
     return parent == here and parent not in installed
@@ -85,6 +85,7 @@ class SharedLibrary:
         except OSError:
             return []
         paths = [line[line.index("/") :] for line in lines if self._mapped_as in line]
+        # A file that was replaced since it was mapped cannot be opened under its name any more.
         return [path for path in dict.fromkeys(paths) if not path.endswith(" (deleted)")]
 
     def loaded_from(self, library: ctypes.CDLL) -> str | None:

@@ -37,9 +37,10 @@ def handle(number: int, action: Action) -> bool:
     if not is_handled(number):
         if threading.current_thread() is not threading.main_thread():
             return False
-        # faulthandler's handlers are not those of the module signal
+        # The handlers of faulthandler are not those of the module signal, which does not know them.
         if signal.getsignal(number) is not signal.SIG_DFL or is_caught(number):
             return False
+        # The action is stored first: the signal may come as soon as the handler is set.
         _actions[number] = action
         signal.signal(number, _on_signal)
     return True
@@ -72,8 +73,11 @@ def use_thread() -> None:
         return
     _pipe = os.pipe()
     for end in _pipe:
+        # The thread waits in its read. The interpreter writes in any thread at a signal, and must
+        # not wait when the pipe is full.
         os.set_blocking(end, end == _pipe[0])
     before = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+    # The program uses a pipe of its own, which stays.
     if before != -1:
         signal.set_wakeup_fd(before)
         _close_pipe()
@@ -93,7 +97,7 @@ def leave_thread() -> None:
         return
     before = signal.set_wakeup_fd(-1)
     if before not in (-1, _pipe[1]):
-        # The program's own.
+        # The program has set its own pipe since, which stays.
         signal.set_wakeup_fd(before)
     _end_thread()
 
@@ -102,16 +106,18 @@ def _end_thread() -> None:
     global _pipe, _thread
     pipe, thread, _pipe, _thread = _pipe, _thread, None, None
     if pipe is not None:
-        # The thread reads the end.
+        # The thread reads the end of the pipe, and ends.
         os.close(pipe[1])
         if thread is not None:
             thread.join(1.0)
+        # This end is closed once the thread does not read it any more: a new file may get the
+        # number of the descriptor.
         os.close(pipe[0])
 
 
 def end_by(number: int) -> None:
     """End this process by a signal, as without a handler; any thread."""
-    # signal.signal() works in the main thread only, which may be in C++ code
+    # The function of the module signal works in the main thread only, which may be in C++ code.
     set_handler = ctypes.CDLL(None).signal
     set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     set_handler(number, None)
@@ -134,15 +140,17 @@ def _close_pipe() -> None:
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:
-    # The program's handler calls the one before.
+    # The program has set a handler of its own, which calls the one before it, this one.
     if not is_handled(number):
         return
     if _pipe is not None:
+        # A signal may reach both this function and the thread. Setting the pipe returns the one
+        # that was set, and that decides who calls the action.
         before = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
         if before == _pipe[1]:
-            # The thread has read it.
+            # The thread has got the number, and calls the action.
             return
-        # The program's own, asyncio's for example.
+        # The pipe is that of the program, of asyncio for example, so the thread has got nothing.
         if before != -1:
             signal.set_wakeup_fd(before)
     _actions[number]()
@@ -153,6 +161,7 @@ def _forget() -> None:
     global _thread, _users
     _thread, _users = None, 0
     if _pipe is not None:
+        # The child shares the pipe: its signals would wake the thread of the parent.
         signal.set_wakeup_fd(-1)
         _close_pipe()
     for number in [*_actions]:

@@ -19,9 +19,9 @@ from types import FrameType
 _PAUSES = (3, 11) <= sys.version_info < (3, 12)
 
 _lock = threading.RLock()
-# Threads that are in ThreadFrames().
+# The number of threads that are in ThreadFrames().
 _walks = 0
-# The collector was, before the first of them.
+# True if the collector was enabled before the first of them.
 _enabled = False
 
 
@@ -64,6 +64,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def _after_fork() -> None:
     """In the child of a fork no thread walks along frames."""
     global _lock, _walks
+    # A thread that does not exist in the child may have held the lock at the fork.
     _lock = threading.RLock()
     if _walks and _enabled:
         gc.enable()

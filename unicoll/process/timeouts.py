@@ -26,7 +26,7 @@ def to_seconds(timeout: Timeout) -> float | None:
 def positive_seconds(timeout: Timeout) -> float | None:
     """:func:`to_seconds`; DistArgumentError if that is not positive."""
     seconds = to_seconds(timeout)
-    # NaN is not either.
+    # This form refuses NaN, too.
     if seconds is not None and not seconds > 0:
         raise DistArgumentError(f"timeout: {timeout} is not a positive time")
     return seconds

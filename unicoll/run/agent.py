@@ -17,7 +17,7 @@ from unicoll.run.process_cleanup import JOB_VARIABLE, Guard
 from unicoll.run.signals import SignalQueue
 from unicoll.run.workers import LogFiles, open_files
 
-# For the last output, after a signal.
+# Seconds for the last output after a signal, in case the reader of the console has stopped.
 _OUTPUT_SECONDS = 10.0
 
 
@@ -32,6 +32,8 @@ class Agent:
     def run(self) -> int:
         """Run the job; returns the exit code. OSError or DistError if it cannot be started."""
         try:
+            # The output is closed before the signals: the console's thread wakes the main loop by
+            # their socket, and another signal ends the wait for a reader that has stopped.
             self._signals.install()
             try:
                 return self._run_job()
@@ -49,6 +51,8 @@ class Agent:
         token = job_token()
         guard: Guard | None = None
         try:
+            # Before the first worker starts. The guard removes the directory if the launcher is
+            # killed, so it does not get one that is kept.
             guard = Guard(token, "" if logs.kept else logs.path)
             if options.nnodes > 1:
                 self._warn_without_secret()
@@ -66,6 +70,8 @@ class Agent:
             logs.close()
 
     def _run_attempts(self, launch: Launch) -> int:
+        # With --replace the limit is that of the replacements within an attempt; all workers are
+        # never started again.
         nodes, most = launch.nodes, 0 if self._options.replaces else self._options.max_restarts
         first: Cause | None = None
         last: Cause | None = None
@@ -77,9 +83,13 @@ class Agent:
             while True:
                 place = nodes.start(number, first)
                 first = first or place.first_cause
+                # Stored before it runs, because the handler below reports an attempt that was
+                # interrupted.
                 attempt, reported = Attempt(launch, place, last), False
                 attempt.run()
                 failure = attempt.failure
+                # All nodes restart, or none: the end may be a failure elsewhere, or a signal to
+                # another launcher.
                 end = nodes.agree(attempt.end)
                 if end.cause is None or attempt.number >= most or not end.may_restart:
                     break
@@ -87,6 +97,8 @@ class Agent:
                 last = end.cause
                 first = first or last
                 number, reported = attempt.number + 1, True
+        # An attempt that cannot be started, or SystemExit of a signal that arrives while no worker
+        # runs. The other launchers get the reason before this one ends.
         except BaseException as error:
             how = (
                 f"exit code {error.code}"
@@ -95,6 +107,7 @@ class Agent:
             )
             nodes.announce(f"the launcher ends: {how}", final=True)
             if attempt is not None:
+                # The line of the restart has already shown why the attempt has failed.
                 attempt.report(None if reported else attempt.end.cause, first)
                 self._write_error_file(attempt.failure or failure)
             raise

@@ -331,7 +331,7 @@ def _why_not_runnable(command: str) -> str:
 
 
 def _module_exists(name: str) -> bool:
-    # The working directory, first in the search path of the workers.
+    # The working directory is first in the search path of the workers.
     sys.path.insert(0, "")
     try:
         return find_spec(name) is not None
@@ -382,7 +382,7 @@ def _visible(name: str, nproc: int) -> dict[int, str]:
     if given is None:
         return {i: str(i) for i in range(nproc)}
     devices = [device.strip() for device in given.split(",")]
-    # As CUDA reads it.
+    # CUDA does not see the devices behind an entry that names none.
     visible = list(itertools.takewhile(lambda device: device not in ("", "-1"), devices))
     if not visible:
         return dict.fromkeys(range(nproc), given)

@@ -42,16 +42,18 @@ log = logs.logger("run")
 _TRACEBACK_DELAY = 1.0
 # Seconds between checks for failed workers whose processes do not end.
 _HANG_CHECK_INTERVAL = 1.0
-# For helpers (multiprocessing's tracker...) to end after their worker.
+# Seconds for helpers, such as multiprocessing's resource tracker, to end after their worker.
 _LEFTOVER_SECONDS = 1.0
-# From SIGKILL until the launcher gives up on a process (stuck in the kernel).
+# Seconds from SIGKILL until the launcher no longer waits for a process, which may be blocked in the
+# kernel.
 _KILL_SECONDS = 10.0
-# For the last output, after the workers have ended.
+# Seconds for the last output after the workers have ended: a process that has left the job may keep
+# a pipe open.
 _DRAIN_SECONDS = 2.0
 # Seconds after the start until a terminal shows the launcher's state.
 _STATUS_DELAY = 1.0
 _STOPPING = "stopping the workers"
-# A repeated signal within this time is ignored: both come from one Ctrl-C.
+# A repeated signal within these seconds is ignored, because both come from one Ctrl-C.
 _REPEAT_SECONDS = 0.5
 
 
@@ -100,18 +102,19 @@ class Attempt:
         self.failure: Failure | None = None
         self._last_cause = last_cause
         self._store_failed = False
-        # Why the attempt has failed on another node.
+        # Why the attempt has failed on another node; empty if it has not.
         self._failed_elsewhere = ""
-        # The workers have a grace period after that.
+        # True if the workers have a grace period after that.
         self._has_grace = False
         self._workers: list[Worker] = []
         self._environment: dict[str, str] = {}
         self._replacements = 0
         self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signal_time = 0.0
-        # Processes that did not end.
+        # Pids of processes that have not ended after SIGKILL; with them there is no restart.
         self._left: list[int] = []
-        # The first signal to the workers.
+        # Time of the first signal to the workers, by which failures and effects of the signal are
+        # told apart.
         self._stopping_since: float | None = None
         self._kill_time: float | None = None
         self._hang_check = 0.0
@@ -129,6 +132,9 @@ class Attempt:
 
     def run(self) -> None:
         """Start the workers and wait for them. OSError or DistError if they cannot be started."""
+        # The callbacks run in reverse order, each also if an earlier one has raised: the clean-up
+        # still reads output by the selector, and the failure is determined from the complete
+        # output.
         with ExitStack() as at_end:
             at_end.callback(self._determine_failure)
             at_end.callback(self._selector.close)
@@ -166,8 +172,12 @@ class Attempt:
         self._environment = shared_environment(options, self._place, os.environ, added)
         self._files = AttemptFiles(options, self._logs, self.number, self._console)
         for local_rank in range(options.nproc):
+            # Once a worker was started, in this attempt or an earlier one, a signal is queued. It
+            # ends the launch, so no further worker is started.
             if self._signals.received:
                 break
+            # Before the start: SystemExit from the handler in the middle of it would leave a worker
+            # that is not in the list.
             self._signals.started = True
             self._workers.append(self._start_worker(local_rank))
 
@@ -183,17 +193,20 @@ class Attempt:
             self._streams,
             replacement,
         )
+        # From now on the guard kills the worker's session if the launcher is killed. Until then it
+        # finds the worker by the job's token.
         self._guard.watch(worker.pid)
         return worker
 
     # --- the main loop ----------------------------------------------------------------------------
 
     def _wait_for_workers(self) -> None:
-        # There may be no worker.
+        # There is no worker if a signal arrived between two attempts; then the loop does not run.
         self._handle_signals()
         while self._running() or self._waits_for_nodes():
             self._poll(self._poll_timeout())
             self._handle_signals()
+            # Several ends may come with one SIGCHLD, so every worker is asked.
             for worker in [
                 worker for worker in self._workers if worker.status is None and worker.poll()
             ]:
@@ -254,6 +267,7 @@ class Attempt:
     def _poll_timeout(self) -> float:
         wait = self._options.monitor_interval
         if self._streams.unfinished:
+            # An unfinished line is shown once it is old enough; no event ends the poll for that.
             wait = min(wait, 0.1)
         if self._pending_signals:
             wait = min(wait, max(0.0, self._pending_signals[0][0] - time.monotonic()))
@@ -271,23 +285,30 @@ class Attempt:
         assert worker.status is not None
         record = self._read_record(worker)
         if worker.status == 0:
-            # Its handler of SIGTERM may end it so.
+            # The worker's handler of SIGTERM may end it with status 0.
             worker.stopped = self._stopping_since is not None
             if self._options.replaces:
+                # The other ranks read this in recover(): a rank whose program has ended joins no
+                # new round.
                 self._store(ENDED_KEY, str(worker.rank))
             return
         if self._stopping_since is not None:
+            # An exception from before the signal is the worker's own failure; whatever came later
+            # is an effect of the signal.
             if record is None or (record.time or worker.ended) > self._stopping_since:
                 worker.stopped = True
                 return
             if worker.status < 0:
-                # Its exception was first; the launcher's signal only ended its clean-up.
+                # The worker's exception was first. The launcher's signal only ended its clean-up,
+                # and its number is not the cause.
                 worker.status = 1
         worker.failure = record
         if self._may_replace():
             self._replace(worker)
             return
         self.failed.append(worker)
+        # The other launchers get the failure before the store, whose requests may take seconds.
+        # After the first failure, here or elsewhere, they know that the attempt ends.
         if len(self.failed) == 1 and not self._failed_elsewhere:
             self._nodes.announce(summary(worker))
         self._publish_end(worker)
@@ -309,6 +330,7 @@ class Attempt:
     def _replace(self, worker: Worker) -> None:
         """Start a process in place of one that has ended; it joins the others by
         unicoll.recover()."""
+        # Before the replacement starts: the errors of the other ranks have this note.
         self._publish_end(worker)
         self._show_tracebacks()
         self._replacements += 1
@@ -316,9 +338,12 @@ class Attempt:
             f"{summary(worker)}; starting a replacement ({self._replacements} of"
             f" {self._options.max_restarts})"
         )
-        # What it has started.
+        # The group's other processes, which the worker has started, must not run beside the
+        # replacement.
         kill_group(worker.pid, signal.SIGKILL)
+        # The worker is not in the list any more when _clean_up() completes the logs.
         self._complete_log(worker)
+        # Before the pid is freed: the guard would kill the session of another process that gets it.
         self._guard.forget(worker.pid)
         worker.reap()
         self._workers[worker.local_rank] = self._start_worker(
@@ -332,7 +357,9 @@ class Attempt:
         self._store(exit_key(worker.rank, worker.replacement), json.dumps(note))
 
     def _store(self, key: str, value: str) -> None:
-        # Each request may last for seconds.
+        # A request to a store that does not answer may last for seconds, in which this thread
+        # forwards no output and handles no signal. After a failure elsewhere, or one failed
+        # request, there are no more.
         if self._failed_elsewhere or self._store_failed:
             return
         try:
@@ -351,6 +378,7 @@ class Attempt:
             if worker.status is None:
                 record = self._read_record(worker)
                 if record is not None and record.final and self._may_replace():
+                    # The end by this signal leads to _record_end(), which starts the replacement.
                     if time.monotonic() > (record.time or 0.0) + self._options.grace:
                         kill_group(worker.pid, signal.SIGKILL)
                 elif record is not None and record.final and not self._pending_signals:
@@ -362,6 +390,8 @@ class Attempt:
         output."""
         if worker.record is None:
             record = worker.files.read_record()
+            # A record of an exception that did not end the program is not kept, because the program
+            # may write another one.
             if record is None or not record.final:
                 return record
             worker.record = record
@@ -377,6 +407,7 @@ class Attempt:
     def _schedule_stop(self, grace: float | None = None) -> None:
         """After the first failure: a grace period for the others to fail by themselves, then
         SIGTERM, then SIGKILL."""
+        # Only the first failure sets the times; later ones do not extend them.
         if not self._pending_signals and self._kill_time is None:
             term = time.monotonic() + (self._options.grace if grace is None else grace)
             self._pending_signals.append((term, signal.SIGTERM))
@@ -397,9 +428,11 @@ class Attempt:
             self._kill_time = time.monotonic()
             self._pending_signals.clear()
         for worker in self._workers:
+            # A leader that has ended stays a zombie until _clean_up(), or _replace(), so its
+            # group's number is not that of other processes.
             kill_group(worker.pid, number)
             if number == signal.SIGTERM:
-                # A stopped process does not handle it.
+                # A stopped process handles SIGTERM only when it goes on.
                 kill_group(worker.pid, signal.SIGCONT)
 
     # --- signals to the launcher ------------------------------------------------------------------
@@ -409,6 +442,8 @@ class Attempt:
         dumps."""
         sent, others = [], []
         for worker in self._workers:
+            # The default action of these signals ends a process. So only workers with a handler get
+            # one, and not their process groups, where others may have none.
             if worker.status is None and is_caught(number, worker.pid):
                 kill_process(worker.pid, number)
                 sent.append(worker.rank)
@@ -434,6 +469,8 @@ class Attempt:
             now = time.monotonic()
             if number == self.signal and now - self._signal_time < _REPEAT_SECONDS:
                 continue
+            # The same signal again, or one after a failure, ends the workers without a grace
+            # period.
             if number == self.signal or self.failed:
                 self._console.log(
                     f"got {number.name} again: killing the workers"
@@ -449,10 +486,15 @@ class Attempt:
                 else f"got {number.name}"
             )
             self.signal, self._signal_time = number, now
+            # The times of an earlier signal, or of a failure elsewhere, are replaced by those
+            # below.
             self._pending_signals.clear()
             self._send(number)
+            # After the signal to the workers, because the announcement may wait a second for its
+            # answer.
             self._nodes.announce(f"the launcher got {number.name}", final=True)
             kill = now + self._options.shutdown_timeout
+            # A worker that ignores SIGINT, for example, gets SIGTERM before SIGKILL.
             if number != signal.SIGTERM:
                 self._pending_signals.append((now + self._options.grace, signal.SIGTERM))
                 kill += self._options.grace
@@ -464,12 +506,16 @@ class Attempt:
         """Kill the processes that the workers have left, forward the last output, reap the
         workers."""
         leaders = {worker.pid for worker in self._workers}
+        # If all workers have ended by themselves, what they have started may end, too, and may
+        # handle SIGTERM. After SIGKILL to the workers there is no such wait.
         if all(worker.status is not None for worker in self._workers) and self._kill_time is None:
             self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
             if left := members(self._token, leaders):
                 for pid in left:
                     kill_process(pid, signal.SIGTERM)
                 self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
+        # No leader is reaped before the end of this function, so the groups' numbers are still
+        # theirs.
         for leader in leaders:
             kill_group(leader, signal.SIGKILL)
         self._left = kill_members(self._token, leaders, _KILL_SECONDS)
@@ -481,15 +527,21 @@ class Attempt:
         while self._streams.open and time.monotonic() < deadline:
             self._poll(0.05)
         self._streams.close()
+        # After the pipes are closed, so that a log has the traceback behind the worker's last
+        # output.
         self._complete_logs()
         self._console.show_status("")
         if self._files is not None:
             self._files.close()
         if self._metrics is not None:
             self._metrics.close()
+        # Nothing else reads the queue after the main loop. SignalQueue.seen already prevents a
+        # restart.
         while self._signals.received:
             self._console.log(f"got {self._signals.received.popleft().name}")
         for worker in self._workers:
+            # Only now the pid may become that of another process: nothing more is sent to the
+            # group. A process that has not ended stays with the guard.
             if worker.poll():
                 self._guard.forget(worker.pid)
                 worker.reap()
@@ -535,6 +587,8 @@ class Attempt:
             self._show_tracebacks()
             return
         root = self.failure.root
+        # Records that are not final were not added when they were read; that of the root cause is
+        # shown nevertheless.
         if root.failure is not None and not root.failure.final:
             self._tracebacks.add(root.rank, root.failure.traceback)
         self._show_tracebacks(root.rank)
@@ -558,6 +612,8 @@ class Attempt:
     def _complete_log(self, worker: Worker) -> None:
         if worker.record is None:
             return
+        # The launcher has printed the traceback in place of the worker, so the pipe did not have
+        # it.
         if worker.stderr is not None:
             worker.stderr.copy_lines(worker.record.traceback)
         if worker.logs_stderr:

@@ -80,7 +80,7 @@ def gpu_addresses(driver: str = "CUDA") -> list[str]:
 
 
 def _ask(driver: str, *flags: str) -> list[str]:
-    # This process's path, which lacks the working directory that -c adds.
+    # The search path of this process, which lacks the working directory that -c adds.
     program = f"import sys; sys.path[:] = {sys.path!r}\n{_PROGRAMS[driver]}"
     command = [sys.executable, *flags, "-c", program]
     try:
@@ -110,6 +110,8 @@ def cpu_affinity(
     machine = _Machine(sysfs, os.sched_getaffinity(0) if allowed is None else allowed)
     node_numbers = machine.nodes
     if gpus:
+        # GPUs without a worker count as neighbours, too: a worker's share does not depend on how
+        # many others there are.
         places = [machine.node_of(gpus[i % len(gpus)]) for i in range(max(nproc, len(gpus)))]
     else:
         places = [node_numbers[i * len(node_numbers) // nproc] for i in range(nproc)]

@@ -36,7 +36,7 @@ class TraceDirectory:
         self._path = environ.get(TRACE_VARIABLE)
         self._is_new = self._path is None
         if self._path is None:
-            # nobody can make a directory of this name first
+            # The name is random, so nobody can make a directory of this name first.
             name = f"{_PREFIX}{secrets.token_hex(8)}"
             self._path = (
                 os.path.join(logs, "trace") if logs else os.path.join(tempfile.gettempdir(), name)
@@ -44,6 +44,8 @@ class TraceDirectory:
             self._path = os.path.abspath(self._path)
         if self._path and attempt and (logs or not self._is_new):
             self._path = os.path.join(self._path, f"attempt_{attempt}")
+        # A directory of the user may have dumps of earlier launches; only those that change are of
+        # this one.
         self._before = {} if self._is_new else dict(self._dumps())
 
     @property
@@ -78,7 +80,7 @@ class TraceDirectory:
         """
         path = self._path or os.devnull
         for folder in _folders(path) if self._is_new else [path]:
-            # It does not exist.
+            # The folder may not exist.
             with suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
                     with suppress(OSError):
@@ -130,6 +132,7 @@ def _remove_folder(name: str, parent: int, before: float, inside: bool = False) 
     )
     try:
         found = os.fstat(folder)
+        # A directory with such a name may be another user's.
         if found.st_uid != os.geteuid() or found.st_mtime >= before:
             return
         for each in os.listdir(folder):
@@ -140,6 +143,7 @@ def _remove_folder(name: str, parent: int, before: float, inside: bool = False) 
                     _remove_folder(each, folder, math.inf, inside=True)
     finally:
         os.close(folder)
+    # This fails, and the directory stays, if it has other files.
     os.rmdir(name, dir_fd=parent)
 
 

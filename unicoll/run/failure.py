@@ -192,6 +192,7 @@ def _named(workers: Sequence[Worker], failures: Sequence[Worker], root: Worker) 
     )
     if found is None or found.stopped or found.status is None:
         return found
+    # If more ranks have ended without an error than with one, this one has not ended early.
     return found if sum(worker.status == 0 for worker in workers) <= len(failures) else None
 
 

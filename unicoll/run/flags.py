@@ -89,6 +89,7 @@ class _Flags:
         self._group.add_argument(
             *short, f"--{name}", dest=underscored, default=default, help=help, **options
         )
+        # Both spellings set one name. Only the first has the default: argparse would apply both.
         if underscored != name:
             self._group.add_argument(
                 f"--{underscored}",

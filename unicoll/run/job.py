@@ -51,7 +51,7 @@ def _reserve(port: int, is_requested: bool) -> socket.socket:
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
     except OSError:
-        # A kernel without IPv6.
+        # This kernel has no IPv6.
         return _bind(
             socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port, is_requested
         )
@@ -66,6 +66,8 @@ def _bind(sock: socket.socket, host: str, port: int, is_requested: bool) -> sock
         if is_requested:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        # Linux binds a second socket to the port if both have the option and none listens. So a
+        # program that sets it can still use the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
         sock.close()
@@ -99,10 +101,13 @@ class LocalJob:
         check_loopback()
         made: str | None = None
         secret = secret or find_secret(environ)
+        # A new secret reaches only the processes that this one starts, so it is for jobs on one
+        # host.
         if not secret.key and address is None:
             made = new_key_text()
             secret = find_secret({"UNICOLL_SECRET": made})
         host = address or "127.0.0.1"
+        # Before the store is made: it takes any free port, which might be the requested one.
         self._port = reserve_port(master_port or 0, host)
         self.master_port: int = self._port.getsockname()[1]
         try:

@@ -49,7 +49,7 @@ class MetricsFile:
         is_merged = path and "{rank}" not in path and place.world_size > 1
         if not is_merged or not os.path.isdir(os.path.dirname(path) or "."):
             return
-        # They may share the directory.
+        # The nodes may share the directory.
         if nnodes > 1:
             stem, suffix = os.path.splitext(path)
             path = f"{stem}.node{place.node_rank}{suffix}"
@@ -80,6 +80,8 @@ class MetricsFile:
                 self._rewrite()
             self._rewrite()
         finally:
+            # The thread closes it: close() may return while the thread still reads from it, and the
+            # descriptor's number could become that of another file.
             os.close(self._folder)
 
     def _rewrite(self) -> None:
@@ -105,7 +107,7 @@ class MetricsFile:
                 yield text
 
     def _report(self, what: str) -> None:
-        # Said once, not every few seconds.
+        # It is said once, not every few seconds.
         if not self._has_failed:
             self._has_failed = True
             self._console.log(f"{METRICS_VARIABLE}: {what}")

@@ -38,16 +38,16 @@ def mpirun_variables(ranks: int) -> dict[str, str]:
     rank to one core, where the threads of a rank block each other. Users who need binding or
     placement start mpirun themselves.
     """
-    # Open MPI 5.
+    # Open MPI 5 reads this variable.
     variables = {"PRTE_MCA_hwloc_default_binding_policy": "none"}
-    # Open MPI 4.
+    # Open MPI 4 reads this one.
     variables |= {"OMPI_MCA_hwloc_base_binding_policy": "none"}
     if os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if ranks > len(os.sched_getaffinity(0)):
-        # Open MPI 5.
+        # Open MPI 5 reads this variable.
         variables |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-        # Open MPI 4.
+        # Open MPI 4 reads this one.
         variables |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
     return variables
 
@@ -56,9 +56,11 @@ def replace_process(program: str, ranks: int, words: Sequence[str]) -> NoReturn:
     """Replace this process by mpirun (exec), which starts a command so many times on this host."""
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables |= mpirun_variables(ranks) | checkout_path(os.environ) | mpirun_path(program)
+    # The new ranks would take the variables of an enclosing launcher for their own.
     environ = {
         name: value for name, value in os.environ.items() if not OF_A_LAUNCHER.fullmatch(name)
     }
+    # What is still buffered in this process is lost by exec.
     sys.stdout.flush()
     os.execve(program, [program, "-n", str(ranks), *words], environ | variables)
 

@@ -21,15 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO, NamedTuple
 
 _READ_SIZE = 1 << 16
-# Reads that empty the largest pipe of an unprivileged process.
+# Reads that empty the largest pipe of an unprivileged process, by default 1 MiB.
 _PIPE_READS = 16
 _MAX_LINE = 1 << 20
+# With more bytes in the console's queue the pipes are not read, and the workers block when theirs
+# are full.
 _MAX_BACKLOG = 8 << 20
 _TAIL_SIZE = 16 << 10
-_PROGRESS_PERIOD = (
-    # Seconds between the printed states of a progress bar, if the output is not a terminal.
-    1.0
-)
+# Seconds between the printed states of a progress bar, if the output is not a terminal.
+_PROGRESS_PERIOD = 1.0
 # Seconds after which a terminal shows an unfinished line: it may be a prompt.
 _PROMPT_DELAY = 0.2
 _ERASE_LINE = b"\r\x1b[K"
@@ -59,6 +59,7 @@ class Lines:
 
     def feed(self, data: bytes) -> bytes:
         """Add received bytes; returns the lines that they complete."""
+        # Only the new bytes are searched, so that a long line in small parts is searched once.
         searched = len(self._pending)
         self._pending += data
         end = self._pending.rfind(b"\n", searched) + 1
@@ -112,11 +113,15 @@ class Console:
         self._backlog = 0
         self._changed = threading.Condition()
         self._closing = False
+        # These describe what was written, and belong to the console's thread alone.
         self._closed_fds: set[int] = set()
         self._state: _Output | None = None
         self._status = self._last_line = b""
+        # The last state that the main loop's thread has queued.
         self._status_text = ""
         self.terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
+        # A daemon: a write that blocks because the reader has stopped must not keep the process
+        # from ending. close() waits as long as its caller allows.
         self._thread = threading.Thread(target=self._run, name="unicoll-console", daemon=True)
         self._thread.start()
 
@@ -157,7 +162,7 @@ class Console:
         try:
             in_foreground = os.tcgetpgrp(2) == os.getpgrp()
         except OSError:
-            # Not this session's terminal.
+            # Standard error is not the terminal of this session.
             return False
         return 2 in self.terminals and in_foreground and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -183,6 +188,7 @@ class Console:
                 if not self._queue:
                     return
                 output = self._queue.popleft()
+            # Without the lock: the write may block, and the main loop must be able to queue more.
             self._write(
                 output.fd, self._with_state(output) if output.fd in self.terminals else output.data
             )
@@ -191,6 +197,8 @@ class Console:
                 self._backlog -= len(output.data)
                 freed = was_full and not self.full
             if freed:
+                # The pipes were taken from the selector when the queue was full, so no output ends
+                # the main loop's poll.
                 self._wake()
 
     def _with_state(self, output: _Output) -> bytes:
@@ -214,10 +222,11 @@ class Console:
             try:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:
-                # Stdout is in non-blocking mode.
+                # The descriptor is in non-blocking mode, which another process that shares it may
+                # have set.
                 select.select([], [fd], [], 1.0)
             except OSError as error:
-                # The job continues.
+                # The job goes on without this output.
                 self._closed_fds.add(fd)
                 if fd == 1 and error.errno not in _READER_ENDED:
                     text = f"unicoll.run: standard output: {error.strerror}; no longer written\n"
@@ -357,6 +366,7 @@ class OutputPipe:
             return 0
         self._last_read = time.monotonic()
         self._tail += data
+        # Cut at a multiple of the size, so that not every read moves the bytes.
         if len(self._tail) > 4 * _TAIL_SIZE:
             del self._tail[:-_TAIL_SIZE]
         if self._log is not None:
@@ -375,6 +385,7 @@ class OutputPipe:
             if now - self._last_progress >= _PROGRESS_PERIOD and (state := self._lines.progress()):
                 self._last_progress = now
                 self._console.write(self._target, state, self)
+        # A terminal shows only the last state, so the text of the earlier ones is dropped.
         elif self._lines.progress() or now - self._last_read >= _PROMPT_DELAY:
             state = self._lines.unfinished
             if state != self._state:
@@ -432,6 +443,8 @@ class OutputPipes:
     def tick(self) -> None:
         """Pause or resume reading according to the console's backlog, and show old unfinished
         lines."""
+        # While the reader of the console is slow, the workers block in their writes, and the
+        # launcher's memory stays bounded. The main loop still handles signals and ends of workers.
         if self._paused != self._console.full:
             self._paused = self._console.full
             for stream in self._open:
@@ -446,6 +459,7 @@ class OutputPipes:
     def close(self) -> None:
         """Forward what the pipes have now and close them all."""
         for stream in list(self._open):
+            # Bounded, because a process that has left the job may write to the pipe without end.
             for _ in range(_PIPE_READS):
                 if not stream.read():
                     break
@@ -453,6 +467,7 @@ class OutputPipes:
 
     def _drop(self, stream: OutputPipe) -> None:
         self._open.remove(stream)
+        # Before the descriptor is closed, whose number the next opened file gets.
         if not self._paused:
             self._selector.unregister(stream.fd)
         stream.close()

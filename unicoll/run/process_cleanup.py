@@ -42,14 +42,17 @@ def members(token: str, leaders: Collection[int]) -> list[int]:
                 # The command name is in parentheses and may contain any character, also
                 # parentheses.
                 state, _parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
+            # A worker stays a zombie until it is reaped; as a member it would be killed in vain
+            # until the deadline.
             if state in (b"Z", b"X"):
                 continue
+            # A process in a worker's session is a member also if it has removed the variable.
             if int(session) not in leaders:
                 with open(f"/proc/{name}/environ", "rb") as file:
                     if marker not in file.read():
                         continue
         except (OSError, ValueError):
-            # It has ended, or is another user's.
+            # The process has ended, or is another user's.
             continue
         found.append(int(name))
     return found
@@ -75,6 +78,8 @@ def kill_members(token: str, leaders: Collection[int], seconds: float) -> list[i
     """SIGKILL the job's processes until none is left, for at most ``seconds``; returns the
     remaining ones."""
     deadline = time.monotonic() + seconds
+    # A process may start another one between the search and its signal, so the search is repeated
+    # until it finds none.
     while left := members(token, leaders):
         for pid in left:
             kill_process(pid, signal.SIGKILL)
@@ -88,12 +93,16 @@ class Guard:
     """The launcher's side: starts the guard process and sends it the workers' sessions."""
 
     def __init__(self, token: str, scratch: str = "") -> None:
-        # Not needed, and not loaded, in the guard process itself.
+        # The guard process itself does not need this module, and does not load it.
         import subprocess
 
         self._timeout = subprocess.TimeoutExpired
-        # Without the variable: the guard is not a process of the job.
+        # The variable is that of an enclosing job. With it the guard would be a process of that
+        # job, which may be killed before it has removed the directory.
         environment = {k: v for k, v in os.environ.items() if k != JOB_VARIABLE}
+        # The end of its input tells the guard that the launcher has ended: workers do not inherit
+        # the write end, which is not inheritable. In a session of its own it gets no signal that is
+        # sent to the launcher's group.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", os.path.abspath(__file__), token, scratch],
             stdin=subprocess.PIPE,
@@ -132,7 +141,8 @@ class Guard:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         except OSError:
-            # The guard was killed; the workers still die with the launcher.
+            # The guard was killed. The workers still die with the launcher, by the signal of the
+            # kernel that worker_main.py requests.
             pass
 
 

@@ -119,7 +119,7 @@ class SeveralNodes(Nodes):
         self._console = console
         self._signals = signals
         self._secret = find_secret()
-        # To listen on.
+        # The address at which the other launchers reach this one.
         self._address = ""
         self._endpoint = interfaces.join_hostport(options.master_addr, options.master_port)
         self._values = f"value of the launchers at {self._endpoint}"
@@ -127,27 +127,29 @@ class SeveralNodes(Nodes):
         self._rank = -1 if options.node_rank is None else options.node_rank
         self._token = secrets.token_hex(8)
         self._root: TCPStore | None = None
-        # Random text of the one that serves the store.
+        # Random text of the launcher that serves the store; another text is that of another store,
+        # whose rounds begin again.
         self._server = b""
         self._serves = False
         self._round = 0
         self._nodes: list[_Node] = []
         self._control: ControlClient | None = None
-        # The round's.
+        # The store of the round.
         self._store: Store | None = None
         self._exchanges = 0
         self._attempt = ""
         self._job: LocalJob | None = None
         self._workers_store: TCPStore | None = None
-        # The attempt has ended on all nodes.
+        # True once the attempt has ended on all nodes.
         self._agreed = False
-        # This node's workers have, and the others can see it.
+        # True once this node's workers have succeeded, and the others can see that.
         self._has_succeeded = False
         self._next_poll = 0.0
-        # Since when it has refused requests.
+        # Time since when the store has refused requests; None if it answers.
         self._store_failed: float | None = None
         self._waits_for = ""
-        # Errors in this start of an attempt.
+        # Errors that were shown in this start of an attempt; each is shown once, however often it
+        # is repeated.
         self._shown: set[str] = set()
 
     # --- attempts ---------------------------------------------------------------------------------
@@ -160,10 +162,15 @@ class SeveralNodes(Nodes):
             while True:
                 try:
                     if self._has_ended():
+                        # A launcher that has ended in order does not come back. A DistError is not
+                        # tried again below.
                         raise DistError(self._lost())
                     if self._control is None or self._lost():
                         self._form_round(deadline)
                     return self._place(attempt, first_cause, deadline)
+                # Any launcher may die in the middle of this, also while a round is formed
+                # (RankLostError is a DistNetworkError). The next round waits for another one in its
+                # place.
                 except (DistNetworkError, OperationTimeoutError, StoreTimeoutError) as error:
                     if _is_refusal(error) or time.monotonic() >= deadline:
                         raise
@@ -193,10 +200,13 @@ class SeveralNodes(Nodes):
         starts = self._exchange(
             own, deadline, {"attempt": int, "first": [_CAUSE], "ports": (int, int)}
         )
+        # A launcher that was started later than the others begins with a smaller number, and does
+        # not know the first failure.
         attempt = max(start["attempt"] for start in starts)
         causes = [_of_another_node(_received(each)) for start in starts for each in start["first"]]
         port, master_port = starts[0]["ports"]
-        # no other values of another host: without a secret it may be anyone's
+        # Nothing else of another node is put in the workers' environment: without a secret the
+        # values may be anyone's.
         environment = job_environment(interfaces.join_hostport(host, port), master_port)
         self._attempt = f"attempt {attempt}"
         store: Store
@@ -208,11 +218,14 @@ class SeveralNodes(Nodes):
                     host, port, secret=self._secret, timeout=_CONNECT_S
                 )
             except (DistNetworkError, StoreTimeoutError) as error:
+                # With node 0 its stores are lost, and start() forms another round. Any other reason
+                # ends the launch.
                 if self._lost():
                     raise
                 raise DistError(f"the workers' store: {error}") from error
         first_rank = sum(nprocs[: self._rank])
-        # All that know it agreed on it.
+        # All launchers that know a first failure have agreed on it, so any of them is the right
+        # one.
         first_cause = next(iter(causes), None)
         return Placement(
             attempt, self._rank, first_rank, sum(nprocs), environment, store, first_cause
@@ -237,6 +250,7 @@ class SeveralNodes(Nodes):
     def failure(self) -> FailureElsewhere | None:
         announced = self._announced()
         if announced is not None:
+            # This launcher has announced the failure of its own worker, and handles it.
             if announced.rank == self._rank:
                 return None
             return FailureElsewhere(printable_line(announced), announced.op == _FINAL)
@@ -274,6 +288,7 @@ class SeveralNodes(Nodes):
 
     def _agree(self, end: NodeEnd) -> NodeEnd:
         options = self._options
+        # The workers of another node may take the grace period and the shutdown timeout to end.
         deadline = time.monotonic() + options.grace + options.shutdown_timeout + 2 * _CONNECT_S
         ends, lost = [], ""
         own = [] if end.cause is None else [self._on_clock_of_node_0(end.cause)]
@@ -285,8 +300,11 @@ class SeveralNodes(Nodes):
             ends = self._exchange(mine, deadline, kind)
         except DistError as error:
             lost = self._lost() or str(error)
+        # Also without the answers of all nodes: from here on nothing is announced for this attempt.
         self._agreed = True
+        # Only after the exchange: workers of other nodes use node 0's store until they have ended.
         self._close_job()
+        # Once the workers of all nodes have succeeded, the loss of a launcher is no failure.
         if self._has_succeeded and self._all_succeeded():
             return NodeEnd(None, False)
         announced = self._announced()
@@ -303,6 +321,8 @@ class SeveralNodes(Nodes):
         if not causes:
             return NodeEnd(None, False)
         first = announced.rank if announced is not None else None
+        # Nodes that have all records find the same cause: first those that are no consequence, then
+        # that of the node whose announcement came first, then by time.
         _, cause = min(
             causes, key=lambda each: (each[1].consequence, each[0] != first, each[1].time)
         )
@@ -319,7 +339,7 @@ class SeveralNodes(Nodes):
         self._close_job()
         control, self._control = self._control, None
         if control is not None:
-            # The others may still read from the store.
+            # The others may still read from the store, which ends with this process.
             deadline = time.monotonic() + _LEAVE_S
             while self._serves and self._agreed and len(control.departed) < self._size - 1:
                 if time.monotonic() >= deadline:
@@ -375,13 +395,15 @@ class SeveralNodes(Nodes):
         """
         assert self._store is not None
         if self._control is not None and self._rank and 0 in self._control.died:
-            # Its store would not answer for seconds.
+            # The store of a launcher that has died would not answer for seconds.
             raise RankLostError(self._lost())
+        # The launchers of a round make the same exchanges in one order, so a number names each.
         self._exchanges += 1
         keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], json.dumps(record))
         while True:
-            # Before: a launcher that ends in order has seen all records.
+            # Read before the keys: a launcher that ends in order has stored its record and has seen
+            # all others, so it is lost only if a key is missing afterwards.
             lost = self._lost()
             if _have(self._store, keys):
                 break
@@ -416,7 +438,8 @@ class SeveralNodes(Nodes):
             self._assign(store, own, deadline)
         else:
             store.queue_push("arrivals", json.dumps(own))
-            # After the arrival is known.
+            # Only once the arrival is stored: after an error this launcher tries the same round
+            # again.
             self._round = number
         while not _have(store, [f"rank/{token}"]):
             if (reason := store.try_get(f"refused/{token}")) is not None:
@@ -441,6 +464,7 @@ class SeveralNodes(Nodes):
         """Connect to the launchers of the round. ``round_key`` is its key if the job has no
         secret."""
         text = f"launchers of round {self._round} of {self._server.decode()}"
+        # A launcher that is still in an earlier round, or in one of another store, has another key.
         key = hmac.digest(self._secret.key or round_key, text.encode(), "sha256")
         self._store = SignedStore(store, key)
         self._exchanges = 0
@@ -465,7 +489,7 @@ class SeveralNodes(Nodes):
     def _assign(self, store: Store, own: _Node, deadline: float) -> None:
         """Store the launchers of the round in the order of their node ranks, once all have
         arrived."""
-        # This one, which serves the workers' store.
+        # This launcher is node 0, because it serves the workers' store, too.
         nodes = [own._replace(rank=0, is_fixed=True)]
         while len(nodes) < self._size:
             try:
@@ -490,14 +514,15 @@ class SeveralNodes(Nodes):
                 time.sleep(_PAUSE_S)
                 continue
             if node.token in [one.token for one in nodes]:
-                # Pushed again: the first push may have been lost.
+                # The launcher has pushed it again, because the first push may have been lost.
                 continue
             if reason := self._refusal(nodes[0], node):
                 store.set(f"refused/{node.token}", reason)
                 self._console.log(f"{node.describe()} is refused: {reason}")
                 continue
             for one in nodes[1:]:
-                # It may have died.
+                # The earlier launcher with this node rank may have died, so the later one takes its
+                # place.
                 if node.is_fixed and one.is_fixed and one.rank == node.rank:
                     nodes.remove(one)
                     store.set(
@@ -505,13 +530,17 @@ class SeveralNodes(Nodes):
                         f"{node.describe()} has --node-rank {node.rank}, too",
                     )
             nodes.append(node)
+        # Node ranks that were given come first; a node keeps that of the last round if it is still
+        # free.
         chosen: dict[int, _Node] = {}
         for node in sorted(nodes, key=lambda node: not node.is_fixed):
             if node.rank >= 0:
                 chosen.setdefault(node.rank, node)
         others = iter([node for node in nodes if node not in chosen.values()])
         order = [chosen[rank] if rank in chosen else next(others) for rank in range(self._size)]
+        # Without a secret this key is no secret either, but it separates the rounds.
         round_key = "" if self._secret.key else secrets.token_hex(32)
+        # Before the ranks: a launcher that has found its rank reads this list.
         store.set("nodes", json.dumps({"nodes": order, "key": round_key}))
         store.multi_set(
             [f"rank/{node.token}" for node in order], [str(rank) for rank in range(self._size)]
@@ -558,9 +587,13 @@ class SeveralNodes(Nodes):
     def _leave_round(self) -> None:
         self._close_job()
         control, self._control = self._control, None
+        # Node 0 may have ended, and its store with it. The next round begins with a new connection
+        # to the launcher that serves the store then.
         store_is_lost = not self._serves and (control is None or 0 in control.departed)
         self._store = None
         if control is not None:
+            # The error has the others count this launcher as failed. Without it they would take it
+            # for one that has ended, and would not wait for it (_has_ended).
             control.close(DistError("it left to form a new round"))
         if store_is_lost:
             self._close_root()
@@ -589,7 +622,8 @@ class SeveralNodes(Nodes):
                 except DistNetworkError as error:
                     if asked == 0:
                         raise DistError(str(error)) from None
-                    # the port is in use, by another launcher of this host perhaps
+                    # The port is in use, perhaps by another launcher of this host, which serves the
+                    # store then.
             try:
                 return self._connect_to_root(min(seconds_left(deadline, 0.001), 1.0))
             except (DistNetworkError, StoreTimeoutError) as error:
@@ -620,6 +654,7 @@ class SeveralNodes(Nodes):
         root = TCPStore(host, port, timeout=seconds, wait_for_workers=False, secret=self._secret)
         try:
             if (server := root.get("server")) != self._server:
+                # Another launcher serves the store now, and its rounds begin with number 1.
                 self._server, self._round = server, 0
             root.set_timeout(timedelta(seconds=_CONNECT_S))
         except BaseException:

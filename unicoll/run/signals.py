@@ -51,14 +51,19 @@ class SignalQueue:
             raise DistError("the launcher handles signals and must run in the main thread")
         for number in {*self._numbers, signal.SIGCHLD, *HANDED_ON}:
             # Signals that are ignored at the start stay ignored: SIGHUP under nohup, SIGINT in the
-            # background.
+            # background. SIGCHLD needs a handler, though that does nothing: only signals with one
+            # write to the wakeup descriptor.
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
+        # A handler alone does not wake the main loop: Python calls an interrupted select() again,
+        # and a signal just before select() would go unnoticed until its timeout.
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
 
     def close(self) -> None:
         """Restore the previous handlers."""
         if self._previous:
+            # Before the socket is closed: a signal would be written to its descriptor, which may be
+            # another file by then.
             signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -69,6 +74,8 @@ class SignalQueue:
     def exit_on_signal(self) -> Iterator[None]:
         """While no worker runs: a signal that has arrived or arrives now ends the launch with
         SystemExit(128 + N)."""
+        # Before the queue is read: a signal after this line raises SystemExit in the handler, and
+        # one before it is in the queue. In the other order one in between would wait in the queue.
         before, self.started = self.started, False
         try:
             if self.received:
@@ -92,7 +99,8 @@ class SignalQueue:
 
     def wake(self) -> None:
         """Make :meth:`fileno` readable, from any thread."""
-        # Full: it is readable; closed: the launch has ended.
+        # If the buffer is full, the descriptor is readable already. If the socket is closed, the
+        # launch has ended.
         with suppress(OSError):
             self._write.send(b"\0")
 
@@ -102,6 +110,7 @@ class SignalQueue:
         elif number != signal.SIGCHLD:
             self.seen = True
             if not self.started:
-                # Nothing runs, and the main loop may not be reached.
+                # No worker runs, and the main loop, which reads the queue, may not be reached: this
+                # thread may be blocked, for example in the read of a secret from a pipe.
                 self._exit(signal.Signals(number))
             self.received.append(signal.Signals(number))

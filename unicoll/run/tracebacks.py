@@ -98,7 +98,7 @@ class _Group:
     """Ranks with the same traceback."""
 
     keys: set[str] = field(default_factory=set)
-    # By rank; not yet printed.
+    # The texts that are not printed yet, by rank.
     texts: dict[int, str] = field(default_factory=dict)
     # The rank whose text was printed for all.
     shown: int | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 
+# Type checkers know this name; it saves the import of typing in every worker.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import CodeType, ModuleType, TracebackType
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 
-# Of the worker; forked children have another one.
+# The pid of the worker; forked children have another one.
 _pid = 0
-# The exception that the launcher prints.
+# The exception that the launcher prints in place of this process.
 _recorded: BaseException | None = None
-# Modules of unicoll.process, or others of the same files.
+# Modules of unicoll.process by their names, or copies that were loaded from their files.
 _modules: dict[str, Any] = {}
 
 
@@ -35,10 +36,13 @@ def main() -> None:
     """Run the target of the command line above."""
     launcher, reporting, kind, target, *arguments = sys.argv[1:]
     if _adds_script_directory():
-        # This file's; the user's script must not import modules from there.
+        # The entry is this file's directory. The user's script must not import modules from there,
+        # and neither must this file, whose other imports come later.
         del sys.path[0]
     import os
 
+    # The program may change the variable. Then its record is in another file, and the worker prints
+    # the exception itself.
     launcher_reads = os.environ.get("TORCHELASTIC_ERROR_FILE") if reporting == "record" else None
     die_with(int(launcher))
     if kind == "command":
@@ -71,12 +75,13 @@ def die_with(launcher: int) -> None:
     try:
         import ctypes
 
+        # The setting is kept when a command replaces this process.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     except (ImportError, OSError, AttributeError):
         # Not Linux, or no libffi: the guard process still cleans up.
         pass
-    # PYTHON_EXEC may be a wrapper that forks, so the parent may be another process; exit only if
-    # the launcher is dead.
+    # The launcher may have died before the line above. PYTHON_EXEC may be a wrapper that forks, so
+    # that the parent is another process anyway: exit only if the launcher is dead.
     if os.getppid() != launcher:
         try:
             os.kill(launcher, 0)
@@ -107,7 +112,7 @@ def _enable_faulthandler() -> None:
     try:
         faulthandler.enable(all_threads=True)
     except (AttributeError, OSError, RuntimeError, ValueError):
-        # Stderr cannot be used.
+        # Standard error cannot be used.
         pass
 
 
@@ -140,7 +145,7 @@ def _run_module(name: str) -> None:
         try:
             sys.path.insert(0, os.getcwd())
         except FileNotFoundError:
-            # As with `python -m`, when the directory has been removed.
+            # The entry is the same as for `python -m` when the directory has been removed.
             sys.path.insert(0, "")
     _fresh_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
@@ -202,7 +207,7 @@ def _end_with(error: BaseException, launcher_reads: str | None) -> None:
     import os
 
     if os.getpid() != _pid:
-        # A forked child: the worker continues.
+        # In a forked child the worker continues, and this is not its end.
         return
     # Not in the hook: after an import there Python may not treat the error as a KeyboardInterrupt.
     _excepthook()
@@ -210,6 +215,8 @@ def _end_with(error: BaseException, launcher_reads: str | None) -> None:
         path = record(error)
         if path is not None and path == launcher_reads:
             _recorded = error
+    # A program that has joined a job has loaded this module. The other ranks get the exception as
+    # the reason of this rank's end.
     join = sys.modules.get("unicoll.bootstrap.join")
     if join is not None:
         join.set_exit_cause(error)
@@ -259,6 +266,7 @@ def record(error: BaseException, final: bool = True) -> str | None:
         import os
         import time
 
+        # First: the launcher orders the failures by it, and what follows takes time.
         wall, monotonic = time.time(), time.monotonic_ns()
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not path:
@@ -287,6 +295,7 @@ def record(error: BaseException, final: bool = True) -> str | None:
                 "final": final,
             },
         }
+        # The launcher may read the file at any time, and must not find a part of it.
         _module("files").write_whole(path, json.dumps(content).encode())
     except Exception:
         return None

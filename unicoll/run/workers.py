@@ -120,6 +120,8 @@ class WorkerFiles:
 
     def __init__(self, logs: LogFiles, name: str) -> None:
         self._logs, self._name = logs, name
+        # The worker opens it by this path. The launcher reads it by the descriptor of the
+        # directory, because other users may have exchanged a part of the path.
         self.error_file = os.path.join(logs.path, name, "error.json")
 
     def read_record(self) -> ExceptionRecord | None:
@@ -213,16 +215,21 @@ def shared_environment(
     """The environment variables of all workers of this node: the user's, and the launcher's
     (``job`` and others)."""
     shared = dict(environ)
-    # Of an enclosing job.
+    # These are of an enclosing job: workers would look for its store, or write to the error file of
+    # one of its workers.
     for name in ("UNICOLL_STORE", "UNICOLL_REPLACEMENT", "TORCHELASTIC_ERROR_FILE"):
         shared.pop(name, None)
+    # Python writes to a pipe in blocks otherwise: lines come late, and those of a killed worker are
+    # lost.
     shared.setdefault("PYTHONUNBUFFERED", "1")
     shared |= checkout_path(shared)
+    # The key's text is hidden where this dictionary is shown, for example in an error.
     if secret := shared.get("UNICOLL_SECRET"):
         shared["UNICOLL_SECRET"] = KeyText(secret)
-    # They may change their working directory.
+    # The workers may change their working directory.
     if path := shared.get("UNICOLL_SECRET_FILE"):
         shared["UNICOLL_SECRET_FILE"] = os.path.abspath(path)
+    # The workers share the cores, and OpenMP's default is a thread for each core in every one.
     if options.nproc > 1:
         shared.setdefault("OMP_NUM_THREADS", "1")
     shared.update(
@@ -236,7 +243,8 @@ def shared_environment(
         TORCHELASTIC_RESTART_COUNT=str(place.attempt),
         TORCHELASTIC_MAX_RESTARTS=str(options.max_restarts),
         TORCHELASTIC_RUN_ID=options.run_id,
-        # MASTER_PORT is free for rank 0 to listen on.
+        # MASTER_PORT is free for rank 0 to listen on. With "True" rank 0 of torch would expect a
+        # store of the launcher there.
         TORCHELASTIC_USE_AGENT_STORE="False",
         **place.environment,
         **job,
@@ -284,6 +292,8 @@ def start_worker(
     if options.devices:
         environment |= options.devices[local_rank]
     out, err = (_destination(options, local_rank, which) for which in (OUT, ERR))
+    # The child has copies of the open files, and inherits the CPUs to which this thread is bound
+    # meanwhile; both end here with the block.
     with contextlib.ExitStack() as opened:
         logs = [
             (
@@ -296,6 +306,8 @@ def start_worker(
         if cpus := options.affinity.get(local_rank):
             opened.enter_context(_bound_to(cpus, f"--numa-binding: local rank {local_rank}"))
         process = subprocess.Popen(
+            # The launcher prints the traceback of a worker whose stderr it reads, so that equal
+            # ones are printed once; other workers print their own.
             _command(options, local_rank, "record" if err.to_pipe else "print"),
             # Local rank 0 may read from the user (in a debugger); the others must not read the same
             # input.
@@ -303,6 +315,8 @@ def start_worker(
             stdout=subprocess.PIPE if out.to_pipe else logs[0],
             stderr=subprocess.PIPE if err.to_pipe else logs[1],
             env=environment,
+            # A signal of the terminal then reaches only the launcher, which forwards it, and a
+            # signal to the group reaches what the worker has started.
             start_new_session=True,
         )
     prints = not err.to_pipe and not err.to_file
@@ -314,6 +328,8 @@ def start_worker(
     for which, each, pipe in ((OUT, out, process.stdout), (ERR, err, process.stderr)):
         if pipe is not None:
             file = own_files.log_file(which, console) if each.to_file else None
+            # The stream owns a descriptor. The file object's own would also be closed by its
+            # finalizer, when the number may be that of another file.
             fd = os.dup(pipe.fileno())
             pipe.close()
             stream = OutputPipe(
@@ -349,7 +365,7 @@ def _destination(options: LaunchOptions, local_rank: int, which: int) -> _Destin
     is_teed = bool(options.tees[local_rank] & which)
     to_file = is_teed or bool(options.redirects[local_rank] & which)
     chosen = options.shown is None or local_rank in options.shown
-    # a single worker writes to the console directly, which may be a terminal
+    # A single worker writes to the console directly, which may be a terminal.
     prefixed = not to_file and (options.nproc > 1 or options.shown is not None)
     to_pipe = is_teed or prefixed or bool(options.matches[which])
     return _Destination(to_pipe, to_file, chosen and (is_teed or not to_file))
@@ -381,7 +397,7 @@ def python_command(python: str) -> list[str]:
     is the same one."""
     if python != sys.executable:
         return [python]
-    # It ignores PYTHONUNBUFFERED.
+    # With -E or -I the interpreter ignores PYTHONUNBUFFERED.
     unbuffered = ["-u"] if sys.flags.ignore_environment else []
     return [python, *subprocess._args_from_interpreter_flags(), *unbuffered]  # type: ignore[attr-defined]
 
@@ -397,6 +413,7 @@ def _bound_to(cpus: Collection[int], what: str) -> Iterator[None]:
     """Bind this thread, and with it the processes that it starts, to these CPUs."""
     before = os.sched_getaffinity(0)
     try:
+        # This binds the calling thread only; the thread of the console keeps its CPUs.
         os.sched_setaffinity(0, cpus)
     except OSError as error:
         text = f"{what} cannot be bound to the CPUs {sorted(cpus)}: {error.strerror}"

@@ -53,12 +53,12 @@ _MESSAGES = frozenset(("send", "recv"))
 class _Slot:
     """The host memory and the events of a chunk in flight."""
 
-    # Event: the inputs are on the host.
+    # The event after which the inputs are on the host.
     loaded: int
-    # Event: the results are on the device.
+    # The event after which the results are on the device.
     stored: int
     memory: list[PinnedBlock] = field(default_factory=list)
-    # By id of the device's buffer.
+    # The host's buffers by the id of the device's buffer, which the call keeps alive.
     buffers: dict[int, Buffer] = field(default_factory=dict)
     in_backend: bool = False
 
@@ -124,6 +124,8 @@ class Staged(Backend):
         calls = tuple(calls)
         if calls[0].op.name in _MESSAGES:
             return _Unpacking(self._p2p.post(calls[0]), calls, self._copier)
+        # They are made before the calls are queued, because the copies are ordered after the work
+        # that is on the caller's streams now, not when the queue comes to a call.
         executors = {call: self._executor(call) for call in calls}
         done = self._host.post_with(calls, lambda call: executors[call](call))
         return _Unpacking(done, calls, self._copier)
@@ -154,11 +156,12 @@ class Staged(Backend):
         if self._size == 1 or not (call.op.sizes is Sizes.EXCHANGED or call.op.root_has_sizes):
             return plan(call, self._size, CHUNK)
         chunks = plan(call, self._size, CHUNK, largest_part(call, self._host.perform))
+        # The backend itself compares the sizes of a call that is one chunk.
         if chunks.count > 1:
             try:
                 check_sizes(call, self._rank, self._ranks, self._group, self._host.perform)
             except DistArgumentError:
-                # The root's; the group stays usable.
+                # The refusal is the root's, and all ranks raise it. The group stays usable.
                 raise
             except DistError as e:
                 self._host.abort(e)
@@ -167,6 +170,15 @@ class Staged(Backend):
 
     def _execute(self, device: int, call: Call) -> None:
         """Do a collective chunk by chunk, in its place in the group's order."""
+        # While the backend executes chunk k on this thread, the inputs of chunk k + 1 are copied on
+        # one stream, and the results of chunk k - 1 on the other:
+        # 1. Load chunk 0.
+        # 2. For each chunk: load the next one into the following slot, once the results of the
+        #    chunk that had this slot before are on the device; wait for the inputs of the chunk;
+        #    let the backend do it; store its results.
+        # 3. Wait for the results of the last chunks.
+        # An event that was never recorded counts as completed, so the first rounds wait for
+        # nothing.
         deadline = time.monotonic() + call.timeout
         chunks = self._plan(call)
         slots: list[_Slot] = []
@@ -184,6 +196,8 @@ class Staged(Backend):
                         self._copier.wait(following.stored, call, deadline)
                         self._load(call, chunks, k + 1, following, streams)
                     self._copier.wait(slot.loaded, call, deadline)
+                    # An exception until this is reset is the backend's: it has failed the group
+                    # itself, and MPI may still use the slot's memory.
                     slot.in_backend = True
                     self._host.perform(self._chunk(call, chunks, k, slot, deadline))
                     slot.in_backend = False
@@ -192,7 +206,8 @@ class Staged(Backend):
                     self._copier.wait(slot.stored, call, deadline)
             except BaseException as e:
                 error = e
-                # The other ranks wait in the next chunk.
+                # The other ranks wait in the next chunk. Within the backend, the backend itself has
+                # failed the group.
                 if not any(slot.in_backend for slot in slots):
                     self._host.give_up(call, e)
                 raise
@@ -235,6 +250,7 @@ class Staged(Backend):
             if call.outputs is call.inputs
             else tuple(slot.buffers[id(b)] for b in call.outputs)
         )
+        # The deadline is that of the whole call, so a later chunk has what is left of it.
         timeout = call.timeout if k == 0 else max(0.001, deadline - time.monotonic())
         chunk = ProxyCall(call, call.op, inputs, outputs, timeout, call.reduce, call.root)
         if call.in_counts is not None:
@@ -243,6 +259,8 @@ class Staged(Backend):
                 chunks.counts(call.outputs, k),
             )
             chunk.even = call.even
+        # The number of the chunk is a part of the signature: ranks that are in different chunks
+        # must not exchange data.
         chunk.signature = call.signature if chunks.count == 1 else hash((call.signature, k))
         return chunk
 
@@ -266,9 +284,12 @@ class Staged(Backend):
             if error is None:
                 self._copier.release(slot.memory, device, events)
             else:
-                # a signal's handler may have raised between a copy and the event behind it
+                # A signal's handler may have raised between a copy and the event behind it.
+                # Recorded again, the events are behind all copies of the call.
                 self._copier.runtime.record(slot.loaded, streams.to_host)
                 self._copier.runtime.record(slot.stored, streams.to_device)
+                # MPI may use the memory until the process ends: such memory is in no list, so it is
+                # neither used again nor freed.
                 keeps = (
                     slot.in_backend and self._host.keeps(call) and not isinstance(error, HARMLESS)
                 )
@@ -296,11 +317,12 @@ class _Unpacking(Completion):
             packed = False
             try:
                 with self._lock:
+                    # One of several threads that wait unpacks.
                     packed, self._packed = self._packed, False
                 if packed:
                     self._unpack()
             except BaseException:
-                # The next wait does it.
+                # The next wait unpacks.
                 self._packed = packed
                 raise
 
@@ -308,7 +330,7 @@ class _Unpacking(Completion):
         for call in self._calls:
             call.write_back()
             for buffer in call.outputs:
-                # The copy may outlast the call.
+                # The copy from the packed memory may still run when the call is forgotten.
                 if buffer.unpack is not None:
                     self._copier.keep(buffer)
 

@@ -61,8 +61,10 @@ def plan(call: Call, size: int, nbytes: int, longest: int = -1) -> ChunkPlan:
         parts[id(call.outputs[0])] = _laid_out(call.out_counts)
     if longest < 0:
         longest = max((count for several in parts.values() for _, count in several), default=0)
+    # The step follows from numbers that are equal on all members, so all cut at the same elements.
     share = nbytes // (1 if sizes is Sizes.SAME else size) // buffers[0].dtype.itemsize
     step = max(1, share)
+    # A call without elements is one empty chunk, so that the ranks compare it like others.
     return ChunkPlan(parts, step, max(1, -(-longest // step)))
 
 

@@ -64,8 +64,8 @@ class HostCopier:
         self._group = group
         self._lock = threading.Lock()
         self._streams: dict[int, CopyStreams] = {}
-        # (device, event), for reuse; not an EventPool, which would also destroy the events of
-        # retained memory
+        # Events for reuse, each with its device. An EventPool would also destroy the events of
+        # retained memory.
         self._events: list[tuple[int, int]] = []
         self._retained: list[_RetainedMemory] = []
 
@@ -109,6 +109,9 @@ class HostCopier:
                         " cannot record",
                         op=call.op.name,
                     )
+                # The streams share one event. Another thread that recorded it between these lines
+                # would order the streams after its own arrays. Both streams wait, because the
+                # caller's stream may still use the outputs, which the copies to the device write.
                 with self._lock:
                     c.record(streams.produced, stream)
                     c.wait_event(streams.to_host, streams.produced)
@@ -170,7 +173,7 @@ class HostCopier:
                 c.record(event, stream)
                 self.wait(event, call, time.monotonic() + call.timeout)
             except BaseException:
-                # A signal's handler may have raised behind the copy.
+                # A signal's handler may have raised behind the copy, before the event was recorded.
                 c.record(event, stream)
                 self.retain((pinned,), (buffer,), device, (event,))
                 raise
@@ -198,10 +201,9 @@ class HostCopier:
         """Keep a buffer until the work enqueued on the current stream is done, unless it is ordered
         by its stream."""
         stream = buffer.current_stream() if buffer.current_stream is not None else buffer.stream
-        if (
-            stream == buffer.stream != PER_THREAD_STREAM
-            # Later uses of the memory on this stream are ordered.
-        ):
+        # Later uses of the memory are on the buffer's stream, and so after the work on it. The
+        # handle of the per-thread default stream means another stream on each thread.
+        if stream == buffer.stream != PER_THREAD_STREAM:
             return
         device = buffer.device.index or 0
         with on_device(self.runtime, device):
@@ -218,6 +220,8 @@ class HostCopier:
         if not self._retained:
             return
         with self._lock:
+            # The list is taken, so that no other thread releases the same memory. What the device
+            # still uses goes into the new list.
             retained, self._retained = self._retained, []
         for one in retained:
             if all(await_event(self.runtime, event, deadline) for event in one.events):

@@ -68,7 +68,8 @@ class CallMemory(DeviceMemory):
             return
         copier, device = self._copier, self._device
         stream, event = copier.streams(device).to_device, copier.event(device)
-        # Device copies do not support overlapping memory.
+        # Copies of the device do not support overlapping memory, so such a pair goes through a
+        # temporary array.
         temporaries = []
         for target, source in pairs:
             if target.overlaps(source):
@@ -81,6 +82,8 @@ class CallMemory(DeviceMemory):
             copier.wait(event, self._call, max(self._deadline, time.monotonic()))
         except BaseException:
             owners = [each.owner for pair in (*pairs, temporaries) for each in pair]
+            # The copies may still run, and a temporary block returns to the pool with its last
+            # reference.
             copier.retain((), owners, device, (event,))
             raise
         copier.release((), device, (event,))
@@ -98,8 +101,8 @@ class _PooledBlock:
         self.release(self.ptr, self.nbytes)
 
 
-# Not with PinnedPool as a base: a block returns in __del__, so there is no lock, and any number of
-# small ones is kept.
+# PinnedPool is no base of this class: here a block returns in __del__, so there is no lock, and any
+# number of small blocks is kept.
 class DeviceMemoryPool:
     """A pool of blocks on one device, since allocation waits for the device. Thread-safe.
 
@@ -112,7 +115,8 @@ class DeviceMemoryPool:
     def __init__(self, cuda: DeviceRuntime, device: int) -> None:
         self._cuda = cuda
         self._device = device
-        # without a lock: __del__ may release a block at any point, also within this class
+        # This is used without a lock: __del__ may release a block at any point, also within this
+        # class, where a lock would be held by the same thread.
         self._free: dict[int, deque[int]] = {}
         self._closed = False
         self.held = 0
@@ -123,6 +127,8 @@ class DeviceMemoryPool:
         while size < nbytes:
             size *= 2
         try:
+            # Another thread may take the last block between a test and the pop, so there is no
+            # test.
             ptr = self._free.setdefault(size, deque()).pop()
         except IndexError:
             ptr = self._cuda.allocate(self._device, size)
@@ -135,6 +141,7 @@ class DeviceMemoryPool:
             self.held -= size
             return
         self._free.setdefault(size, deque()).append(ptr)
+        # A block that was in use when the pool was closed is freed with its last reference.
         if self._closed:
             self.close()
 

@@ -35,7 +35,7 @@ class DirectCalls:
         self._copier = copier
         self._lock = threading.Lock()
         self._pools: dict[int, DeviceMemoryPool] = {}
-        # Events of calls that are not executed yet.
+        # The events of calls that are not executed yet. A group that fails never executes them.
         self._queued: set[int] = set()
 
     @property
@@ -59,12 +59,13 @@ class DirectCalls:
     def _execute(self, device: int, event: int, call: Call) -> None:
         deadline = time.monotonic() + call.timeout
         with self._lock:
+            # From here on await_producers() returns the event.
             self._queued.discard(event)
         with on_device(self._copier.runtime, device):
             try:
                 self.await_producers(call, device, event, deadline)
             except BaseException as e:
-                # The other ranks wait in this call.
+                # The other ranks wait in this call, of which the backend does not know yet.
                 self._host.give_up(call, e)
                 raise
             self._host.perform(self.by_address(call, device, deadline))
@@ -121,10 +122,9 @@ class DirectCalls:
         )
         proxy = ProxyCall(call, call.op, inputs, outputs, call.timeout, call.reduce, call.root)
         proxy.in_counts, proxy.out_counts, proxy.even = call.in_counts, call.out_counts, call.even
-        proxy.signature = hash(
-            (call.signature, _BY_ADDRESS)
-            # A rank with host arrays makes other calls of MPI.
-        )
+        # The signature differs from that of a call with host arrays, because a rank with host
+        # arrays makes other calls of MPI.
+        proxy.signature = hash((call.signature, _BY_ADDRESS))
         return proxy
 
     def _pool(self, device: int) -> DeviceMemoryPool:

@@ -116,12 +116,13 @@ class DeviceP2P:
         """Copy a received message to the device, if it is in host memory."""
         call.source, call.envelope = made.source, made.envelope
         buffer = call.outputs[0]
-        # It may be shorter than the array.
+        # The message may be shorter than the array.
         if call.envelope is not None:
             buffer = buffer.first(call.envelope[2] // buffer.dtype.itemsize)
         pinned = self._on_host(made)
         if pinned is not None:
             self._copier.move(call, device, buffer, pinned, to_device=True)
+            # If the copy fails, move() keeps the memory, and this line is not reached.
             self._copier.pinned.give(pinned)
 
     def _on_host(self, made: Call) -> PinnedBlock | None:
@@ -184,7 +185,8 @@ class DeviceP2P:
         device = self._copier.begin(call)
         made = self._incoming(call, device, may_wait=False)
         completion = HostCompletion((call,))
-        # An interrupt may end the callback: then nothing delivers the message.
+        # An exception of a signal's handler may end the callback, and then nothing delivers the
+        # message. So a wait also checks whether the group has failed.
         completion.before_wait = partial(
             HostCompletion.check_until_done, check=self._host.state.check, seconds=TICK_S
         )
@@ -200,6 +202,8 @@ class DeviceP2P:
         def received() -> None:
             error = done.exception()
             if error is None:
+                # This may be the thread that runs the callbacks of all messages of the group. The
+                # copy waits for the device, which would delay the other callbacks.
                 self._run_later(deliver)
                 return
             self._failed(made, error)
@@ -218,5 +222,6 @@ class DeviceP2P:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            # It refers to arrays.
+            # The task refers to arrays, which a thread that waits for the next task would keep
+            # alive.
             del task

@@ -33,8 +33,8 @@ class PinnedBlock:
         )
 
 
-# Not with DeviceMemoryPool as a base: users return a block (__del__ cannot take a lock), and what
-# is kept is limited.
+# DeviceMemoryPool is no base of this class: here users return a block, because __del__ cannot take
+# a lock, and the bytes that are kept are limited.
 class PinnedPool:
     """Pinned memory of a group; any thread.
 
@@ -61,6 +61,7 @@ class PinnedPool:
                 self._kept -= size
                 return free.pop()
             self.held += size
+        # The lock is released before, because pinning takes long.
         return PinnedBlock(self._runtime.pin(size), size)
 
     def give(self, pinned: PinnedBlock) -> None:

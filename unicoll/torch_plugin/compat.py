@@ -97,7 +97,7 @@ def requested_group() -> RequestedGroup:
         variables.get("group_name"),
         variables.get("group_desc"),
         variables.get("device_id"),
-        # An empty base object, for "mpi" only.
+        # With "mpi" the store is an object of the base class, which is of no use.
         None if type(store) is dist.Store else store,
         tuple(variables.get("global_ranks_in_group", ())),
         not variables.get("pg_tag") and not _is_local(),
@@ -124,9 +124,10 @@ def is_awaited() -> bool:
     They call the same methods of the group as ``isend`` and ``irecv``; from 2.13 on, they call
     these functions.
     """
-    # behind this function: the method of the group that calls it, the method's guard, the caller
+    # Behind this function come the method of the group that calls it, the method's guard, and the
+    # caller.
     frame: FrameType | None = sys._getframe(3)
-    # Isend, its exception logger, send.
+    # These may be the frames of isend, its exception logger and send.
     for _ in range(3):
         if frame is None or frame.f_code in _BLOCKING_P2P:
             break
@@ -148,7 +149,7 @@ def compile_not(code: CodeType) -> None:
     """
     dynamo: Any = torch._C._dynamo.eval_frame
     with suppress(AttributeError, TypeError):
-        # 2.6.
+        # Torch 2.6 has this function.
         if hasattr(dynamo, "skip_code"):
             dynamo.skip_code(code)
         else:
@@ -248,6 +249,7 @@ def _destroy(torchs: Any) -> Any:
         finally:
             _ended.reset(token)
         if errors:
+            # The frames are those of the teardown.
             raise errors[0].with_traceback(None) from errors[0].__cause__
 
     return destroy_process_group

@@ -32,6 +32,7 @@ def _all_gather_into_tensor_out(input: Any, group_size: int, group_name: Any, *,
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
     try:
         work = gather(out, input, c10d.AllgatherOptions())
+        # Torch's wait_tensor() finds the work by this tensor.
         torch._C._distributed_c10d._register_work(out, work)
         return out
     except BaseException as error:

@@ -63,7 +63,7 @@ def _guarded(method: Method) -> Method:
             raise
 
     guarded: Any = call
-    # The name in the error.
+    # ProcessGroup.interrupted reads the name of the call from this code object.
     guarded.__code__ = guarded.__code__.replace(co_name=method.__name__)
     return guarded  # type: ignore[no-any-return]
 
@@ -100,7 +100,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._names = [name, desc]
         self._store = store
         self._closed = False
-        # If set_timeout was called.
+        # It is None until set_timeout is called.
         self._default_timeout: timedelta | None = None
         self._extension = self._new_extension = timedelta(0)
         self.options = None
@@ -114,7 +114,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._pool = TensorPool(group)
         self._tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
         group.wrapper = self
-        # Unicoll also accepts other types.
+        # Groups of unicoll also accept other types.
         if isinstance(group.bound_device_id, torch.device):
             self.bound_device_id = group.bound_device_id
 
@@ -136,7 +136,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._names[1] = desc
 
     @property
-    # Functions for objects read it first.
+    # Functions for objects read this first, so their first call of the group begins here.
     @_guarded
     def _device_types(self) -> list[torch.device]:
         return [torch.device(choice.device) for choice in self.unicoll.choices]
@@ -144,7 +144,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> TorchProcessGroup:
         return self
 
-    # torch's implementations query a C++ backend, which this group does not have
+    # Torch's implementations query a C++ backend, which this group does not have.
     supports_splitting = supports_coalescing = True
     supports_time_estimate = _supports_time_estimate = False
     supports_reconfigure = supports_window = supports_abort_hooks = False
@@ -244,6 +244,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_guarded
     def send(self, tensors: Sequence[Any], peer: int, tag: int) -> TorchWork | CompletedWork | None:
+        # A blocking message cannot be deferred, and profiles show only those of _start_messages.
         if self._coalescing is None and is_awaited() and not is_profiling():
             return self._blocking_message(self.unicoll.send, tensors, peer, tag)
         return self._message("send", (True, one(tensors), peer, tag))
@@ -279,7 +280,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             adapt_for_torch(error)
             raise error
         except BaseException as error:
-            # It may have received the sizes before.
+            # Torch's recv_object_list may have received the sizes before.
             if caller("recv_object_list") is not None:
                 mark_changed(error)
             raise
@@ -320,6 +321,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> Any:
         if self._coalescing is None:
             return DONE
+        # The state is reset first: if a message is refused, the group does not go on coalescing.
         (works, messages), self._coalescing = self._coalescing, None
         works += self._start_messages("batch_isend_irecv", messages)
         return CoalescedWork(works) if works else DONE
@@ -364,6 +366,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         devices of this group.
         """
         parent = self.unicoll
+        # All members count the split, also those that return below, since the number is in later
+        # names.
         number = parent.next_child()
         if self.rank() not in ranks:
             parent.leave_out(parent.choices)
@@ -371,7 +375,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         name = group_name or f"{self._names[0]}:split:{list(ranks)}"
         desc = group_desc or f"{self._names[1]}:split"
         group = self.job.make(
-            # torch's name would differ between ranks that are in different numbers of groups
+            # Torch's name would differ between ranks that are in different numbers of groups.
             f"{parent.name}/{number}.{min(ranks)}",
             [parent.global_rank(r) for r in ranks],
             parent.choices,
@@ -416,6 +420,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 ``destroy_process_group`` raises it when the groups are removed.
         """
         if not self._closed:
+            # Closing the unicoll group calls close() of this one, which must find it closed.
             self._closed = True
             try:
                 self._release()
@@ -441,7 +446,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if self in c10d._world.pg_map:
             dist.destroy_process_group(self)
         else:
-            # A part that torch has not registered, or an error while torch makes the group.
+            # It is a part that torch has not registered, or torch has failed while it made the
+            # group.
             self.shutdown()
 
     def abort(self) -> None:

@@ -59,7 +59,7 @@ class ReconfigurableGroup(TorchProcessGroup):
         self._rank, self._size = rank, size
         self._limit = (timeout or default_pg_timeout).total_seconds()
         self._settings = options, requested.device
-        # Those of unicoll.add_hook, from one job to the next.
+        # The hooks of unicoll.add_hook go from one job to the next.
         self._hooks: Sequence[Hook] = ()
         if requested.device is not None:
             self.bound_device_id = requested.device
@@ -73,7 +73,7 @@ class ReconfigurableGroup(TorchProcessGroup):
             raise NotInitializedError("this process group has no members: call reconfigure first")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    # torch's names in Python and in C++
+    # Torch has these names in Python and in C++.
     def rank(self) -> int:
         return self._rank
 
@@ -124,6 +124,7 @@ class ReconfigurableGroup(TorchProcessGroup):
             else opts.timeout.total_seconds()
         )
         try:
+            # Both of these can refuse the call, so they come before the present members are left.
             rank = self._rank_among(handles)
             self._claim(opts.uuid, handles)
             self._leave("reconfigure")
@@ -184,7 +185,8 @@ class ReconfigurableGroup(TorchProcessGroup):
                 joined.default = group
                 init.enter(joined)
         except BaseException as error:
-            # Also of a signal's handler: the other members have joined.
+            # This may be an exception of a signal's handler: the other members have joined, and
+            # learn by leave() that this one has not.
             self.__dict__.pop("job", None)
             made: ProcessGroup | None = self.__dict__.pop("unicoll", None)
             if made is not None:
@@ -202,12 +204,15 @@ class ReconfigurableGroup(TorchProcessGroup):
             job, group = self.job, self.unicoll
             groups, reason = job.joined.groups, f"rank {self._rank} calls {call}()"
             try:
+                # Closing the unicoll group would else close this group, too, which goes on without
+                # members.
                 group.wrapper = None
                 self._works.clear()
                 self._hooks = job.joined.hooks
                 job.end(group, reason)
             except BaseException:
-                # Of a signal's handler: the rest is still ended.
+                # After an exception of a signal's handler the rest is still ended. The list of the
+                # job may not have the group any more, from which end() removes it.
                 group.wrapper = None
                 if group not in groups:
                     groups.append(group)

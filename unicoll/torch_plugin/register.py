@@ -35,7 +35,7 @@ def register() -> None:
                 name, _factory(name), extended_api=True, devices=list(devices)
             )
         else:
-            # torch_autoload's, of which errors would have a frame.
+            # It is torch_autoload's, of which errors would have a frame.
             plugins[name.upper()] = known._replace(creator_fn=_factory(name))
     compat.dispatch(TorchProcessGroup)
     for cls in (
@@ -107,7 +107,7 @@ def _make(
             requested, name, torch_name, spec, store, rank, size, timeout, pg_options
         )
     world = c10d.GroupMember.WORLD
-    # Of unicoll's functions, too.
+    # A default group of unicoll's functions counts, too.
     is_default = world is None and not is_initialized()
     if ranks and isinstance(world, TorchProcessGroup):
         job, job_ranks = world.job, ranks
@@ -123,6 +123,8 @@ def _make(
         job = join_torch_job(spec, store, rank, size, timeout)
         job_ranks, choices = list(job.ranks), job.joined.choices
     desc = requested.desc or "undefined"
+    # Processes outside the new group then take part in the split by skip_split(), which torch calls
+    # on them.
     splits = (
         requested.collective
         and ranks

@@ -108,20 +108,23 @@ def _at_new_store(
         left = timedelta(seconds=seconds_left(deadline, 1.0))
         try:
             store, rank, size = next(iter(handler(url, timeout=left, **options)))
+            # The agent's store serves all jobs of its workers, so it does not end with the last
+            # one.
             if os.environ.get(_AGENT_STORE) == str(True):
                 break
             if rank == 0:
                 store.set(_TOKEN, secrets.token_hex(8))
             met = _Met(bytes(store.get(_TOKEN)), (store.host, store.port))
         except dist.DistNetworkError:
-            # The old store has ended.
+            # The store of the job before has ended.
             if time.monotonic() >= deadline:
                 raise
         else:
             if _last is None or met.token != _last.token or time.monotonic() >= deadline:
+                # Rank 0 serves the store itself, so it never finds an old one.
                 _last = met if rank else None
                 break
-        # Ends the connection.
+        # The connection ends with its last reference.
         store = None
     store.set_timeout(limit)
     yield store, rank, size

@@ -40,7 +40,7 @@ def sparse_all_reduce(group: ProcessGroup, tensor: Any, op: Reduction, timeout: 
     indices = _gather(group, own.indices().T.contiguous(), counts, timeout)
     summands = _gather(group, own.values().contiguous(), counts, timeout)
     total = torch.sparse_coo_tensor(indices.T, summands, tensor.shape, check_invariants=False)
-    # copy_ to a detached sparse tensor would not change the original.
+    # A copy_ to a detached sparse tensor would not change the original.
     with torch.no_grad():
         tensor.copy_(total.coalesce())
 

@@ -43,7 +43,7 @@ class TorchBackedStore(Store):
     def __init__(self, store: Any, keep: bool = True) -> None:
         self._store: Callable[[], Any] = (lambda: store) if keep else weakref.ref(store)
         self._timeout = store.timeout.total_seconds()
-        # Once it is closed, no request is in progress.
+        # It is held during a request: once close() has it, no request is in progress.
         self._lock = threading.Lock()
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -59,13 +59,14 @@ class TorchBackedStore(Store):
         except dist.DistNetworkError as e:
             raise DistNetworkError(f"torch's store: {e}", op=method) from e
         except RuntimeError as e:
-            # Torch's DistStoreError, or in older versions a lost connection.
+            # This is torch's DistStoreError, or in older versions a lost connection.
             raise DistStoreError(f"torch's store: {e}", op=method) from e
 
     def set(self, key: str, value: Value) -> None:
         self._call("set", key, value)
 
     def get(self, key: str) -> bytes:
+        # A get of torch's store that waits would keep the requests of all other threads waiting.
         self.wait([key])
         return bytes(self._call("get", key))
 
@@ -162,11 +163,11 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
     add, delete_key, num_keys, list_keys = map(
         _forwarded, ("add", "delete_key", "num_keys", "list_keys")
     )
-    # The names that C++ calls.
+    # C++ calls these names.
     deleteKey, getNumKeys = delete_key, num_keys
 
     def check(self, keys: Sequence[str]) -> bool:
-        # Of _prefix_of.
+        # This is the request of _prefix_of.
         if len(keys) == 1 and keys[0].endswith(_PROBE):
             _probed.prefix = keys[0].removesuffix(_PROBE)
             return False
@@ -182,6 +183,8 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Append a value to a queue."""
+        # The number is taken first, so that each value has a key of its own. A blocking pop that
+        # comes in between waits for this key.
         number = self._store.add(f"{key}/queue/pushed", 1) - 1
         self._store.set(f"{key}/queue/{number}", value)
 
@@ -204,8 +207,8 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
             elif time.monotonic() >= deadline:
                 raise dist.DistStoreError(f"wait timeout after {1000 * limit:.0f}ms, keys: {key}")
             else:
-                # not for the whole time: another one may take the value, and delete its key, before
-                # this wait sees it
+                # This does not wait for the whole time: another one may take the value, and delete
+                # its key, before this wait sees it.
                 left = max(0.001, deadline - time.monotonic())
                 with suppress(StoreTimeoutError):
                     self._store.wait([item], timedelta(seconds=min(_QUEUE_POLL_S, left)))
@@ -261,7 +264,7 @@ def _extend_prefix_store() -> None:
         ("queue_pop", True),
         ("queue_len", True),
     ):
-        # Not in old versions of torch.
+        # Old versions of torch lack some of them.
         if hasattr(dist.Store, name):
             setattr(
                 dist.PrefixStore,
@@ -277,7 +280,7 @@ def _through_prefix(name: str, has_key: bool, torchs: Callable[..., Any]) -> Cal
         if not isinstance(inner, UnicollBackedStore):
             return torchs(self, *arguments, **options)
         prefix = _prefix_of(self)
-        # The keys with this prefix, as those of torch's stores.
+        # Only keys with this prefix are listed, as by torch's stores.
         if not has_key:
             return [key.removeprefix(prefix) for key in inner.list_keys() if key.startswith(prefix)]
         if "key" in options:

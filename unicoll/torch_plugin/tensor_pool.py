@@ -47,7 +47,7 @@ class TensorPool:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        # By bytes.
+        # The keys are sizes in bytes.
         self._blocks: dict[int, list[_Block]] = {}
         self._available = True
 
@@ -57,11 +57,14 @@ class TensorPool:
         if nbytes <= _SMALL or not self._available:
             return torch.empty(count, dtype=dtype)
         blocks = self._blocks.setdefault(nbytes, [])
-        # garbage collection may have freed other blocks on other ranks
+        # Each block has a bit. Garbage collection may have freed other blocks on other ranks, so
+        # the ranks agree on those that are free on all. One int64 has bits for _MOST blocks.
         free = np.array([sum(1 << i for i, block in enumerate(blocks) if block.free)])
+        # The members have made the same blocks, so all of them make this call or none does.
         if blocks:
             self._group.all_reduce(free, op=_REDUCTION)
         common = int(free[0])
+        # A block is one allocation of all members, so all of them take the same one: the lowest.
         if common:
             return blocks[(common & -common).bit_length() - 1].lend().view(dtype)
         if len(blocks) == _MOST:
@@ -69,7 +72,7 @@ class TensorPool:
         try:
             blocks.append(_Block(self._group.symmetric_empty(nbytes, "uint8", device="cpu")))
         except BackendUnavailableError:
-            # The same on all ranks.
+            # All members get this error, so all of them use ordinary memory from now on.
             self._available = False
             return torch.empty(count, dtype=dtype)
         return blocks[-1].lend().view(dtype)

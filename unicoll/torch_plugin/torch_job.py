@@ -97,6 +97,8 @@ def join_torch_job(
     limit = (timeout or default_pg_timeout).total_seconds()
     rendezvous_timeout = min(limit, _RENDEZVOUS_TIMEOUT_S)
     inner = innermost(store)
+    # The first job uses the rendezvous that the store is of. A later one needs another, which it
+    # does in this store.
     if isinstance(inner, UnicollBackedStore) and inner.claim():
         joined = join_job(inner.rendezvous, backend, limit, rendezvous_timeout)
     else:

@@ -94,6 +94,8 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         handle = self._handle
         if isinstance(handle, Handle):
             completion = handle.completion
+            # This comes before the error is read: an operation that ends in between keeps its
+            # completion, which has the error.
             ended = completion.done()
             self._handle = ReleasedHandle(
                 None if ended else completion, completion.exception(), handle.source_rank()
@@ -201,7 +203,7 @@ class WorkRegistry:
     MIN_COMPLETE, MAX_RELEASED, BATCH = 16, 4096, 4
 
     def __init__(self, group: ProcessGroup) -> None:
-        # A program may keep a work for longer.
+        # A program may keep a work for longer than the group.
         self._group = weakref.ref(group)
         self._keys = count()
         self._held: dict[int, TorchWork] = {}
@@ -253,7 +255,7 @@ class WorkRegistry:
         try:
             key = queue.popleft()
         except IndexError:
-            # Another thread took it.
+            # Another thread has taken it.
             return False
         work = self._held.get(key)
         if work is None or (waited and work.released):

@@ -66,6 +66,7 @@ def torch_group(group: Any = None) -> Any:
             store=UnicollBackedStore(current.rendezvous),
             rank=current.rank,
             world_size=current.size,
+            # The backend's factory wraps a group that it gets as options, and joins no job.
             pg_options=current.default,
         )
     if unicoll_group.wrapper is None:
@@ -76,6 +77,6 @@ def torch_group(group: Any = None) -> Any:
             use_local_synchronization=True,
             group_desc=unicoll_group.group_desc,
         )
-        # some torch versions always sort the ranks; unicoll keeps their order
+        # Some versions of torch always sort the ranks; unicoll keeps their order.
         c10d._world.pg_group_ranks[pg] = {rank: i for i, rank in enumerate(unicoll_group.ranks)}
     return unicoll_group.wrapper

@@ -88,10 +88,10 @@ class CallComparison:
         self._newest = 0
         self._sent_at = 0.0
         self._calls: dict[int, _Compared] = {}
-        # On the comparing rank, by number and rank.
+        # Signatures of other ranks on the comparing rank, by number and rank.
         self._others: dict[int, dict[int, Signature]] = {}
-        # there, of ranks that have closed the group: texts by rank and number, and the number of
-        # the last call by rank
+        # On the comparing rank, of ranks that have closed the group: texts by rank and number, and
+        # the number of the last call by rank.
         self._texts: dict[tuple[int, int], str] = {}
         self._final: dict[int, int] = {}
         # When the comparing rank was asked, and how many ranks had ended.
@@ -109,12 +109,13 @@ class CallComparison:
             oldest: the oldest call in progress, which may not have been recorded; None if it is not
                 known.
         """
+        # Coalesced calls have one number in torch, and the first of them is compared.
         by_number: dict[int, TorchCall] = {}
-        # Torch gives coalesced ones one number.
         for call in calls:
             by_number.setdefault(call.seq, call)
         new = [number for number in by_number if number > self._newest]
         self._newest, step = max(new, default=self._newest), 1
+        # Ranks with different steps have numbers in common, since the steps are powers of two.
         while sum(number % step == 0 for number in new) > _MOST:
             step *= 2
         chosen = {
@@ -138,7 +139,8 @@ class CallComparison:
         if last and not (fresh or self._calls[last].ended):
             fresh = [last] if time.monotonic() - self._sent_at >= _AGAIN_S else []
         comparing = next(self._remaining(), self._context.job.rank)
-        # The last one, if there was one, has ended.
+        # The last comparing rank, if there was one, has ended, and the new one has none of these
+        # signatures.
         if comparing != self._comparing:
             self._comparing = comparing
             fresh = sorted(self._calls)[-_MOST:]
@@ -172,6 +174,7 @@ class CallComparison:
         group."""
         for number, signature, recorded in message.get("calls", ()):
             self._others.setdefault(int(number), {})[rank] = int(signature), int(recorded)
+        # Other ranks may be far ahead of this one.
         _shorten(self._others, max(_MOST, _SIGNATURES // self._context.size))
         texts, final = message.get("texts", {}), message.get("final", {})
         self._texts.update(
@@ -193,6 +196,8 @@ class CallComparison:
         if not departed or control is None:
             return None
         comparing, now = next(self._remaining()), time.monotonic()
+        # The answer may take a second, so the question is repeated only after a while, or when
+        # another rank has ended.
         if comparing != self._context.job.rank and (
             now - self._asked[0] >= _AGAIN_S or self._asked[1] != len(departed)
         ):
@@ -200,6 +205,7 @@ class CallComparison:
             reports = control.request_reports(self._context.name, self._key, {comparing})
             final = reports.get(comparing, {}).get("final", {})
             self._final.update({int(closed): int(last) for closed, last in final.items()})
+        # A rank whose last number is not known counts as one that has made the call.
         return next((rank for rank in departed if self._final.get(rank, number) < number), None)
 
     def find_difference(self) -> CollectiveMismatchError | None:
@@ -218,6 +224,7 @@ class CallComparison:
             mine, others = self._calls[number], self._others[number]
             if any(map(mine.differs, others.values())):
                 return _Difference(number, mine, others, time.monotonic())
+            # All members have made the call, and none differs.
             if len(others) == self._context.size - 1:
                 del self._others[number]
         return None
@@ -249,7 +256,7 @@ class CallComparison:
 
     def _request_texts(self, number: int, ranks: set[int]) -> dict[int, str]:
         control = self._context.job.control
-        # Else there are no other ranks' signatures.
+        # Without a control plane there are no signatures of other ranks.
         assert control is not None
         known = {rank: self._texts[rank, number] for rank in ranks if (rank, number) in self._texts}
         reports = control.request_reports(self._context.name, self._key, ranks - known.keys())
@@ -259,6 +266,7 @@ class CallComparison:
     def report(self, most: int = 2 * _MOST) -> Message:
         """What other ranks ask for (on the control thread): the last calls whose signatures were
         sent, and more."""
+        # A copy in one step, because the thread that compares changes it meanwhile.
         calls = dict(self._calls)
         texts = {str(number): _text(calls[number]) for number in sorted(calls)[-most:]}
         return {

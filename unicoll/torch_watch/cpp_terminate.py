@@ -26,6 +26,8 @@ def before_terminate(action: Callable[[], object]) -> Callable[[], None]:
     set_handler.argtypes, set_handler.restype = (ctypes.c_void_p,), ctypes.c_void_p
 
     def run() -> None:
+        # First: a C++ exception in the action, or on another thread meanwhile, ends the process by
+        # the previous handler.
         undo()
         try:
             action()

@@ -35,8 +35,10 @@ def awaited_in(frame: FrameType) -> TorchCall | None:
             return None
         return _call_of(variables["self"])
     if frame.f_code in _METHODS:
+        # The variable is found by its name in the function that _recorded() makes.
         made: TorchCall | None = frame.f_locals.get("call")
-        # without an own number it is not known which number it will have
+        # A call with torch's number gets it when torch's method returns; until then the monitor
+        # could not compare it with those of other ranks.
         return made if made is not None and not made.group.is_numbered else None
     return None
 
@@ -74,10 +76,12 @@ def _recorded(name: str, torchs: Any) -> Any:
                     group = group.part_of(args, options)
                 call = TorchCall(group, name, args, options, sys._getframe(1))
         except Exception:
-            # Arguments that torch will refuse, or that are not known.
+            # Torch will refuse the arguments, or they are of a kind that is not known. The call
+            # itself is made below in any case.
             group = None
         if group is None:
             return torchs(self, *args, **options)
+        # Before torch gets the call, so that the recorder has one that never returns.
         ring().append(call)
         if is_message:
             call.message = group.count_message(name, args)
@@ -90,13 +94,15 @@ def _recorded(name: str, torchs: Any) -> Any:
                 raise
         else:
             if not group.is_numbered:
+                # Before torch gets the call, in which it may block: awaited_in() needs the number.
                 group.count = call.seq = group.count + 1
             group.newest = call
             try:
                 work = torchs(self, *args, **options)
             except BaseException as error:
                 if not group.is_numbered and group.count == call.seq:
-                    # Torch has refused it.
+                    # Torch has refused the call, and none was counted since, so the next one gets
+                    # this number.
                     group.count -= 1
                 call.seq = 0
                 call.end(error)
@@ -105,6 +111,8 @@ def _recorded(name: str, torchs: Any) -> Any:
                 call.seq = group.number(self)
         call.returned = True
         if work is not None:
+            # The reference is weak, because a work keeps its tensors alive. A later work may have
+            # the same id, so who reads the entry compares the reference.
             pending[id(work)] = reference(work), call
         else:
             call.end()
@@ -130,7 +138,7 @@ def _wait(self: Any, *limits: Any, **options: Any) -> Any:
         result = _torchs_wait(self, *limits, **options)
     except BaseException as error:
         call = _call_of(self)
-        # With a limit it may go on.
+        # After a limit of its own the call may go on.
         if call is not None and not limits and not options:
             pending.pop(id(self), None)
             call.end(error)
@@ -138,7 +146,7 @@ def _wait(self: Any, *limits: Any, **options: Any) -> Any:
                 try:
                     call.group.on_error(call, error)
                 except Exception:
-                    # The program gets torch's error.
+                    # The program gets only torch's error.
                     log.debug("the cause of an error of torch is not known", exc_info=True)
         raise
     found = pending.pop(id(self), None)
@@ -162,7 +170,7 @@ def _monitored_barrier(torchs: Any) -> Any:
         try:
             group = find(self)
         except Exception:
-            # Like in _recorded: the call of the program goes on.
+            # As in _recorded(): the call of the program goes on.
             group = None
         if group is None:
             return torchs(self, *args, **options)
@@ -183,6 +191,8 @@ def record() -> None:
     process_group.monitored_barrier = _monitored_barrier(process_group.monitored_barrier)
     dist.Work.wait = _replacing(_wait, _torchs_wait, "wait")
     dist.Work.get_future = _replacing(_get_future, _torchs_get_future, "get_future")
+    # _replacing() has given the function another code object, by which awaited_in() finds its
+    # frames.
     _WAIT = _wait.__code__
 
 

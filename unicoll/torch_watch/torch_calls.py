@@ -156,7 +156,8 @@ class TorchCall:
         self.seq = self.message = 0
         self.error = ""
         self.returned = self.has_callbacks = self.counted = False
-        # in line what most calls have: [tensor], options
+        # Written out here for the arguments that most calls have, [tensor] and options: each call
+        # of the program waits for this.
         if (
             len(arguments) == 2
             and type(first := arguments[0]) is list
@@ -170,6 +171,8 @@ class TorchCall:
         self._options = options and {
             name: _described(argument) for name, argument in options.items()
         }
+        # The frame itself is not kept, because it keeps the arrays of the caller alive. The line is
+        # computed from these two when it is read.
         frame = user_frame(frame)
         self._code = frame.f_code
         self._offset = frame.f_lasti
@@ -213,6 +216,8 @@ class TorchCall:
         call = self._call
         if call is None:
             call = self._call = self._make_call()
+        # Set in each reading: this may have been read before torch's method returned, and with it
+        # the number.
         call.seq = self.seq or (0 if call.op.message else self.group.sequence)
         call.message = self.message
         return call
@@ -223,6 +228,7 @@ class TorchCall:
         peer, tag = -1, 0
         if op.message:
             numbers = [each for each in arguments[1:] if isinstance(each, int)]
+            # A receive from any rank has a tag, but no peer.
             if self.method != "recv_anysource":
                 peer, *numbers = numbers or [-1]
             tag = numbers[0] if numbers else 0

@@ -137,11 +137,14 @@ class TorchRecorder:
         if self._dump is None or not seq:
             return None
         if now >= self._next:
+            # A full recorder takes long to read, so it is read more and more rarely while the
+            # collective lasts.
             self._next = now + max(_LASTS_S, (now - self._since) / 2)
             found = None if self._all_have_ended() else self._read()
             if found is not None and not self._group.has_messages:
-                # also not of an earlier group of this name
+                # The record may be one of an earlier group of this name, whose numbers differ.
                 found = found if found.entry["collective_seq_id"] == seq - found.later else None
+            # If a collective was posted during the reading, the count of later ones is wrong.
             self._found = found if self._group.sequence == seq else None
         elif self._found is not None and self._all_have_ended():
             self._found = None
@@ -159,17 +162,16 @@ class TorchRecorder:
     def _read(self) -> InProgress | None:
         assert self._dump is not None
         if torch.cuda.is_initialized() and runtimes.reason_against("cuda") is None:
-            runtimes.runtime(
-                "cuda"
-                # Torch queries the events of NCCL's calls on this thread.
-            ).ignore_captures()
+            # Torch queries the events of NCCL's calls on this thread, which would otherwise break
+            # the capture of a graph on another one.
+            runtimes.runtime("cuda").ignore_captures()
         name = self._group.torchs_name
         entries = json.loads(self._dump(True, False))["entries"]
         mine = [e for e in entries if e["process_group"][0] == name and not e["is_p2p"]]
         self.is_available = bool(mine)
         numbers = [entry["collective_seq_id"] for entry in mine]
+        # Where the numbers go down, a new group of the same name begins.
         begin = max((i for i in range(1, len(mine)) if numbers[i] < numbers[i - 1]), default=0)
-        # Before that, of a group that had this name.
         mine = mine[begin:]
         first = next((i for i, entry in enumerate(mine) if not entry["retired"]), None)
         if first is None:

@@ -100,20 +100,21 @@ class TorchGroup:
         self.counts_messages = self.completes
         self.rank: int = pg.rank()
         self._ranks: tuple[int, ...] = ()
-        # Whose number torch is asked for.
+        # The device whose backend torch is asked for its number; None if the group has only one.
         self._device = None if is_only else torch.device(device)
         has_numbers = backend in ("gloo", "nccl")
         if has_numbers and is_only:
             try:
                 pg._get_sequence_number_for_group()
             except RuntimeError:
-                # Torch does not know the backend that it has chosen itself.
+                # Before 2.13 torch does not know the backend that it has chosen itself, and is
+                # asked by device.
                 self._device = torch.device(device)
         self.is_counted_from_start = is_new or (has_numbers and not self._read_number(pg))
         self.is_numbered = (
             has_numbers
             and self.is_counted_from_start
-            # Equal values are different objects.
+            # Not compared by identity: equal values are different objects.
             and dist.get_debug_level() != dist.DebugLevel.DETAIL
         )
         self._message_step = int(self.backend_name == "gloo")
@@ -192,18 +193,21 @@ class TorchGroup:
         """Have torch send or receive; ``is_one`` is False if it is not known how many messages."""
         step = self._message_step if is_one else None
         self.has_messages = True
-        # See number().
+        # The lock is that of number(), which reads torch's number and ``messages``: it finds a
+        # message in both or in neither. A monitored_barrier waits for the other ranks, and must not
+        # have the lock meanwhile.
         with self._counting if is_one else nullcontext():
             before = self._torchs_number()
             try:
                 result = torchs()
             except BaseException:
+                # Torch may have counted the message before it refused it.
                 step = None
                 raise
             finally:
                 if self.is_numbered:
-                    # measured where it is not known only: other threads may make collectives at the
-                    # same time
+                    # The difference is used only where the step is not known: collectives of other
+                    # threads may be in it.
                     counted = self._torchs_number() - before
                     self.messages += (
                         step if step is not None else min(counted, 1) if is_one else counted
@@ -212,23 +216,23 @@ class TorchGroup:
 
     def number(self, pg: Any) -> int:
         """The number of the collective that this thread has passed to torch last."""
-        # in line what most groups need
+        # Written out here for what most groups need; it is what _read_number() does.
         number = (
             int(pg._get_sequence_number_for_group())
             if self._device is None
             else self._read_number(pg)
         )
-        # It is set before the first message is in the number.
+        # This is set before the first message is in torch's number, so the number above has none.
         if not self.has_messages:
             return number
-        # Not while another thread's message is in torch's number only.
+        # Under the lock no message of another thread is in torch's number alone.
         with self._counting:
             return self._read_number(pg) - self.messages
 
 
 def _is_default(pg: Any) -> bool:
     world = c10d.GroupMember.WORLD
-    # Torch makes it, or has made it.
+    # Torch is making its default group, or this is it.
     return world is None or world is pg
 
 
@@ -254,7 +258,7 @@ def making() -> Iterator[None]:
         yield
     finally:
         with _finding:
-            # 0 in a child that was forked meanwhile.
+            # In a child that was forked meanwhile it is 0 already.
             _making = max(0, _making - 1)
 
 
@@ -266,6 +270,7 @@ def add(pg: Any) -> None:
     """
     if type(pg) is c10d.ProcessGroup and pg in c10d._world.pg_map and pg.size() > 1:
         with _finding:
+            # This is a new default group, with which torch's names begin again on all ranks.
             if c10d.GroupMember.WORLD is None:
                 _names.clear()
             groups[id(pg)] = _made(pg, True)
@@ -281,6 +286,7 @@ def find(pg: Any) -> TorchGroup | None:
         group = groups.get(id(pg))
         if group is not None and group.pg() is pg:
             return group
+        # A group that torch is making is left to add(), which knows that it has made no calls.
         if (
             type(pg) is not c10d.ProcessGroup
             or pg not in c10d._world.pg_map
@@ -296,7 +302,7 @@ def _made(pg: Any, is_new: bool) -> TorchGroup:
     name, config = c10d._world.pg_names.get(pg, ""), c10d._world.pg_backend_config.get(pg, "")
     _names[name] += 1
     pairs = [part.split(":") for part in config.split(",")]
-    # Torch makes one backend for all devices.
+    # Where all devices have the same name of a backend, torch makes one for all.
     is_only = len({pair[-1] for pair in pairs}) == 1
     if is_only:
         pairs = pairs[:1]
@@ -310,6 +316,7 @@ def _made(pg: Any, is_new: bool) -> TorchGroup:
 def forget() -> None:
     """Drop all, in a forked child."""
     global _finding, _making
+    # Another thread may have had the lock at the fork.
     _finding, _making = threading.Lock(), 0
     groups.clear()
     pending.clear()
@@ -326,11 +333,13 @@ def forget_destroyed() -> None:
 def end_completed() -> None:
     """Mark the calls as ended that torch has completed; those whose work was dropped are not
     tracked any more."""
+    # A copy, because other threads add calls and remove those that they have waited for.
     for key, (reference, call) in [*pending.items()]:
         work = reference()
         if work is None or (call.group.completes and not call.ended and work.is_completed()):
             if work is None and pending.get(key, (None,))[0] is reference:
-                # Another thread may have.
+                # Only this work's entry: another thread may have removed it, and a new work may
+                # have the id.
                 pending.pop(key, None)
             call.end()
 

@@ -81,7 +81,8 @@ class Failures:
 
         ``is_told`` is True if another rank logs it for all.
         """
-        # Who comes second returns once the error is logged, after which the process may end.
+        # A thread that adds the same error later waits until it is logged, because the process may
+        # end once this returns.
         with self._lock:
             if isinstance(error, RankLostError):
                 if error.rank in self._lost or time.monotonic() > self._ends_until:
@@ -94,8 +95,8 @@ class Failures:
                     level, "%s rank %d: %s", time.strftime("%Y-%m-%d %H:%M:%S"), self._rank, error
                 )
                 if isinstance(error, CollectiveMismatchError):
-                    # For the launcher's report: of several processes that end this one may be the
-                    # cause.
+                    # The launcher's report needs this: of several processes that end, this one may
+                    # be the cause.
                     worker_main.record(error, final=False)
                 self.new.append(error)
                 self.logged = True
@@ -117,7 +118,7 @@ class WatchedBackend(ObservedBackend):
         self._recorder: TorchRecorder | None = None
         self._comparison = CallComparison(context)
         self._difference: DistError | None = None
-        # Torch has, in a wait for a call.
+        # True once torch has raised an error in the wait for a call.
         self._raised = False
 
     def observe(self, group: TorchGroup, failures: Failures) -> None:
@@ -135,9 +136,9 @@ class WatchedBackend(ObservedBackend):
             self._comparison.add(calls, call)
             self._difference = self._comparison.find_difference()
             if self._difference is not None:
-                # First: this process may be about to end.
+                # Logged first, because this process may be about to end.
                 self._log(self._difference)
-                # Unless the group has failed of it before.
+                # Without effect if the group has failed before.
                 self.state.announce(self._difference)
                 others = [rank for rank in self.context.ranks if rank != self.context.job.rank]
                 self._comparison.send(others, {"differ": pack_error(self._difference)})
@@ -165,6 +166,8 @@ class WatchedBackend(ObservedBackend):
         group, state = self._group, self.state
         if group is None:
             return
+        # Before the calls are read: this marks those that torch has completed and that no thread
+        # has waited for yet.
         torch_groups.end_completed()
         collectives = [call for call in torch_groups.pending_calls(group) if not call.is_message]
         last = group.last
@@ -196,12 +199,15 @@ class WatchedBackend(ObservedBackend):
                 top is not None and top.f_globals.get("__name__", "").partition(".")[0] == "torch"
             )
             site = operation_errors.line_of_user(top) if in_torch else ""
+            # A frame keeps the arrays of its function alive.
             del top, frames
         if found is not None:
             number -= found.later
         elif not in_torch or newest >= number:
             return None
         call = self.state.call
+        # Otherwise the object stays the same, by which the wait monitor knows how long the call has
+        # waited.
         if call is None or (call.seq, call.site) != (number, site):
             recorded = torch_groups.last_collectives().get(group, ()) if newest >= number else ()
             call = next((each.watched_call for each in recorded if each.seq == number), None)
@@ -211,7 +217,7 @@ class WatchedBackend(ObservedBackend):
 
     def _report(self) -> Report:
         report = super()._report()
-        # Torch may have several calls in progress.
+        # Torch may have several calls in progress, of which the state has the oldest.
         report["seq"] = self.sequence
         return report
 
@@ -257,7 +263,8 @@ class WatchedBackend(ObservedBackend):
     def _torch_raised(self, call: TorchCall, error: BaseException) -> None:
         """torch has raised an error in the wait for a call: find out whether a rank has ended."""
         if isinstance(error, RuntimeError):
-            # Only the first one waits.
+            # Only the first error waits for its cause. The program may get one from each of many
+            # works.
             if not self._raised:
                 self._raised = True
                 self._await_cause()
@@ -305,11 +312,12 @@ class WatchedBackend(ObservedBackend):
             is_first = self.state.error is None
             super().abort(error)
             if is_first and not self.closed:
-                # the rank that has compared the calls has logged it
+                # The rank that has compared the calls has logged the difference for all.
                 is_told = isinstance(error, CollectiveMismatchError) and self._difference is None
                 self._log(self.state.error, is_told)
         elif self._group is not None and _is_of_collective(cause):
-            # torch's C++ code may have made it
+            # The program ends because torch has raised an error in a collective, which torch's C++
+            # code may have made.
             self._log(self._lost_error(UnrecordedCall(self._group, self.sequence, "")))
 
     def _log(self, error: DistError | None, is_told: bool = False) -> None:
@@ -332,6 +340,7 @@ class WatchedBackend(ObservedBackend):
         group = self._group
         if group is not None:
             group.on_error = None
+            # Sent before this rank leaves, because it cannot be asked later.
             final = self.sequence if group.is_alive and self._is_comparable else None
             calls = torch_groups.last_collectives() if self._is_comparable else {}
             self._comparison.close(calls.get(group, ()), final)

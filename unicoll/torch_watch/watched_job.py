@@ -50,10 +50,9 @@ class WatchedJob:
         )
         self.failures = Failures(rank)
         self._made: dict[TorchGroup, ProcessGroup] = {}
-        self._inbox: deque[tuple[float, dict[str, Any]]] = deque(
-            maxlen=_MAX_INBOX
-            # With the time of arrival.
-        )
+        # Messages and their times of arrival. The control thread appends them, and the watcher's
+        # thread takes them: a deque needs no lock for that.
+        self._inbox: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_MAX_INBOX)
         self._compared_at = 0.0
         if self._job.control is not None:
             self._job.control.handle(
@@ -63,7 +62,7 @@ class WatchedJob:
             try:
                 start_file(self._job, metrics_file)
             except DistArgumentError as error:
-                # The rest works without it.
+                # Everything else works without the file.
                 log.warning("%s", error)
 
     @property
@@ -98,6 +97,7 @@ class WatchedJob:
             return
         self._compared_at = now
         backends = {made.group_name: _backend_of(made) for made in self._made.values()}
+        # Each message once: those for groups that this rank has not made yet are put back.
         for _ in range(len(self._inbox)):
             arrived, message = self._inbox.popleft()
             backend = backends.get(message["group"])

@@ -100,16 +100,14 @@ class Watcher:
         self._job: WatchedJob | None = None
         self._on_hang: str | Action = "log"
         self._location: TorchStoreLocation | None = None
-        self._world: weakref.ref[Any] | None = (
-            # Torch's default group whose job was joined, or was to be.
-            None
-        )
-        # A signal's handler may destroy groups, too.
+        # The default group of torch whose job was joined, or was to be joined.
+        self._world: weakref.ref[Any] | None = None
+        # Reentrant: a signal's handler, on a thread that has the lock, may destroy groups, too.
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._undo: Callable[[], None] = lambda: None
-        # This process, soon.
+        # True if this process is about to end.
         self._ends = False
 
     def start(self, on_hang: str | Action) -> None:
@@ -134,6 +132,7 @@ class Watcher:
     def close(self) -> None:
         """End the thread: a thread in C++ must not outlive the interpreter."""
         self._undo()
+        # An attempt to join may wait for minutes. It ends when its store is closed.
         self._closing.set()
         self._close_store()
         if self._thread is not None:
@@ -142,6 +141,7 @@ class Watcher:
     def forget(self) -> None:
         """A forked child has neither the thread nor torch's groups."""
         self._thread, self._job, self._location, self._world = None, None, None, None
+        # Another thread may have had the lock at the fork.
         self._lock = threading.RLock()
         torch_groups.forget()
 
@@ -154,11 +154,10 @@ class Watcher:
                 try:
                     with self._lock:
                         world = c10d.GroupMember.WORLD
-                        self._world = (
-                            None if world is None else weakref.ref(world)
-                            # Not to be joined any more.
-                        )
-                        # This ends an attempt to join.
+                        # From now on _new_world() takes this group for one that is known, and does
+                        # not join its job again.
+                        self._world = None if world is None else weakref.ref(world)
+                        # This ends an attempt to join, which the thread makes without the lock.
                         self._close_store()
                         self._leave()
                 except Exception as error:
@@ -175,6 +174,8 @@ class Watcher:
             with torch_groups.making():
                 made = torchs(*args, **options)
                 try:
+                    # Still in making(): another thread that found the group first would take it for
+                    # one that has made calls.
                     torch_groups.add(made[0])
                 except Exception as error:
                     # The program must not depend on it.
@@ -208,6 +209,8 @@ class Watcher:
             found = self._new_world()
         if found is not None:
             rank, size, location = found
+            # Without the lock, because it waits for the other ranks. The program may destroy the
+            # group meanwhile; then the location is another one, or None.
             joined = WatchedJob(rank, size, location)
             with self._lock:
                 if self._location is location:
@@ -228,6 +231,8 @@ class Watcher:
                 )
                 job.compare(at_once=self._ends)
         if job is not None:
+            # Without the lock: the function of the program may take long, or wait for a thread that
+            # destroys a group.
             while job.failures.new:
                 self._act(job.failures.new.popleft())
 
@@ -252,7 +257,7 @@ class Watcher:
             try:
                 self._on_hang(error)
             except BaseException:
-                # sys.exit() would end this thread only.
+                # Here sys.exit() would end this thread only.
                 log.exception("the function on_hang of watch() failed")
         elif self._on_hang == "abort":
             os.kill(os.getpid(), signal.SIGABRT)
@@ -272,6 +277,8 @@ class Watcher:
         self._world = None if world is None else weakref.ref(world)
         if world is None or world.size() < 2 or isinstance(world, TorchProcessGroup):
             return None
+        # Only torch keeps its store alive: a default group that is made later must not find the
+        # server, and in it the addresses, of this one.
         self._location = TorchStoreLocation(c10d._world.pg_map[world][1], keep=False)
         return world.rank(), world.size(), self._location
 

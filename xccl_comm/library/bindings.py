@@ -128,7 +128,7 @@ class OneCCL(bindings.Bindings):
     peer_errors = PEER_ERRORS
     log_hint = "CCL_LOG_LEVEL=info in the environment makes oneCCL log more"
     full_capability = (0, 0)
-    # 2022.1 has the argument and ignores it.
+    # In 2022.1 oneCCL has the argument and ignores it.
     splits_by_key = False
     scales_one_rank = True
     sets_up_one_sided = False
@@ -151,7 +151,7 @@ class OneCCL(bindings.Bindings):
         for name in ("cgaClusterSize", "minCTAs", "maxCTAs", "splitShare"):
             setattr(made, name, _UNDEFINED)
         made.blocking = 1
-        # Groups' operations are issued by threads of their own.
+        # Threads of their own issue the operations of the groups.
         made.multiThreaded = 1
         return made
 

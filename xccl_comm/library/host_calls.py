@@ -29,9 +29,10 @@ from xccl_comm.host_runtime import HostRuntime
 from xccl_comm.library.bindings import DIRECT, SYMBOLS, OneCCL, defaults
 
 _SETTINGS = {
-    # Else mpiexec's variables have it start MPI.
+    # Without it the variables of mpiexec would have oneCCL start MPI.
     "CCL_ATL_TRANSPORT": "ofi",
-    # Else threads that wait use a whole core: an all_reduce of 2 ranks on 2 cores took seconds.
+    # Without it threads that wait use a whole core each: an all_reduce of 2 ranks on 2 cores took
+    # seconds.
     "CCL_YIELD": "sleep",
 }
 """Environment variables of oneCCL, which reads them when the first id or communicator is made."""
@@ -98,7 +99,7 @@ class HostOneCCL(OneCCL):
         found = super().reduction(dtype, reduction, capability)
         if found is None or found.has_factor:
             return None
-        # The backend divides.
+        # The plug-in has no averages. The backend divides the sum.
         return found._replace(op=SUM) if found.op == AVG else found
 
     def unique_id(self) -> tuple[int, bytes]:
@@ -143,8 +144,12 @@ class HostOneCCL(OneCCL):
 
     def group_end(self) -> int:
         group = self._group
+        # Communicator.grouped also ends a group whose beginning an exception has interrupted before
+        # the number was increased.
         group.depth = max(0, group.depth - 1)
         if group.depth == 0:
+            # The calls are taken first, so that an exception below leaves none to the next group of
+            # this thread.
             calls, group.calls = group.calls, defaultdict(list)
             for (comm, stream), together in calls.items():
                 self._enqueue(comm, stream, together)
@@ -185,6 +190,8 @@ class HostOneCCL(OneCCL):
         def make(some: list[_Message]) -> None:
             fine.append(all(self._make(comm, message.call) for message in some))
 
+        # A send or receive of the plug-in returns when its peer has made the matching call, so
+        # messages with different peers, and in both directions, must not wait for each other.
         first, *others = lists.values() or [[]]
         threads = [threading.Thread(target=make, args=(some,), daemon=True) for some in others]
         for thread in threads:
@@ -197,6 +204,7 @@ class HostOneCCL(OneCCL):
     def _make(self, comm: int, call: Callable[[], int]) -> bool:
         code = call()
         if code:
+            # The first failure is kept: later ones may follow from it.
             self._failures.setdefault(comm, (code, super().last_error(comm)))
         return code == SUCCESS
 

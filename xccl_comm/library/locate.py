@@ -42,7 +42,7 @@ def serves_xpu() -> bool:
 
 def _bind(library: Any, path: str) -> CollectiveLibrary | str:
     xpu = serves_xpu()
-    # onecclGetVersion loads the plug-in
+    # The bindings call onecclGetVersion, which loads the plug-in.
     with defaults({"CCL_PLUGIN": _GPU if xpu else _CPU}):
         return _bind_for_xpu(library, path) if xpu else _bind_for_host(library, path)
 
@@ -57,6 +57,8 @@ def _bind_for_xpu(library: Any, path: str) -> CollectiveLibrary | str:
 
 def _bind_for_host(library: Any, path: str) -> CollectiveLibrary | str:
     folder = Path(path).parent
+    # Both builds of libccl.so.1 have one name. The build for GPUs needs SYCL, so a SYCL that
+    # appears now shows that the plug-in has loaded the wrong one.
     had_sycl = _maps_sycl()
     _load(folder, _NEEDED_BY_CPU)
     try:
@@ -67,14 +69,14 @@ def _bind_for_host(library: Any, path: str) -> CollectiveLibrary | str:
         return (
             f"oneCCL's plug-in for the CPU has loaded the build of libccl.so.1 for GPUs ({folder})"
         )
-    # mypy does not see the functions that are bound by name; tests check them against the
-    # interface.
+    # The cast is needed because mypy does not see the functions that are bound by name. Tests check
+    # them against the interface.
     return cast(CollectiveLibrary, HostOneCCL(library, path))
 
 
 def _load(folder: Path, names: Iterable[str]) -> None:
     for name in names:
-        # Then the linker's path has it, or the plug-in cannot be loaded.
+        # If the file is not there, the linker's path has it, or the plug-in cannot be loaded.
         with suppress(OSError):
             ctypes.CDLL(str(folder / name))
 

@@ -90,7 +90,10 @@ class _Listener(FrameServer):
             raise ValueError(f"rank {client.rank} claims to be rank {key[2]}")
         reply = self._admit(key)
         sock = self.detach(client)
-        # The peer has closed the connection; the thread that uses it gets the error.
+        # The answer is the first byte on the connection, so it is sent before another thread can
+        # use that. An error means that the peer has closed the connection. It is delivered all the
+        # same: otherwise its key would stay among those that arrive. The thread that uses it gets
+        # the error.
         with suppress(OSError):
             sock.sendall(reply)
         if reply == _ACCEPTED:
@@ -105,17 +108,20 @@ class Endpoint:
     def __init__(self, job: Job) -> None:
         raise_descriptor_limit(_PER_RANK * job.size + _SPARE)
         self._job = job
+        # This is no Condition: an interrupt could leave the lock of one held, and all later
+        # connections of the process would wait for it.
         self._changed = Changes()
         self._open: dict[Key, Connection] = {}
         self._directory: dict[int, _Addresses] = {}
         wanted = environment.number("UNICOLL_SOCKET_CONNECTIONS")
         self._dialing: set[Key] = set()
-        # Accepted, not yet in the table.
+        # Connections of these keys are accepted, and not in the table yet.
         self._arriving: set[Key] = set()
         self._closed_groups: set[str] = set()
-        # Of attempts to connect.
+        # Attempts to connect to these addresses got no answer.
         self._unanswered: dict[Key, Address] = {}
         self._message_engines: dict[str, Callable[[int, Connection], None]] = {}
+        # It listens before its addresses are published, so a rank that reads them can connect.
         self._listener = _Listener(job, self._admit, self._deliver)
         try:
             self._own = _Addresses(with_interfaces(self._listener.addresses), wanted)
@@ -143,6 +149,8 @@ class Endpoint:
     def close_group(self, group: str) -> None:
         """Close a group's connections and refuse new ones for it."""
         with self._changed.lock:
+            # The name stays there: a peer that connects later is told that this rank has closed the
+            # group.
             self._closed_groups.add(group)
             mine = [k for k in self._open if k[0] == group]
             sockets = [self._open.pop(k) for k in mine]
@@ -158,7 +166,10 @@ class Endpoint:
         whoever made it."""
         with self._changed.lock:
             self._message_engines[group] = arrived
+            # A connection may have come before this rank has made the group.
             present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, MESSAGES)]
+        # The lock is released first: `arrived` takes the lock of a message engine, and a thread
+        # that holds that one calls forget(), which takes this one.
         for peer, sock in present:
             arrived(peer, sock)
 
@@ -188,8 +199,9 @@ class Endpoint:
             with self._changed.lock:
                 if key in self._open:
                     return self._open[key]
-                # One thread dials: when the first of two ended, its peer's connection would be
-                # accepted, too.
+                # Only one thread dials. When the first of two ended, it would remove the key while
+                # the second still dials. The peer's connection would then be accepted, too, and
+                # each rank could close the one that the other uses.
                 dial = key not in self._arriving and key not in self._dialing
                 if dial:
                     self._dialing.add(key)
@@ -197,6 +209,8 @@ class Endpoint:
                 if dial:
                     try:
                         sock = self._dial(key, check, postpone)
+                        # The key is in the table before it is removed from those that are dialed:
+                        # _admit() would accept the peer's connection in between.
                         if sock is not None:
                             self._deliver(key, sock)
                     finally:
@@ -209,8 +223,8 @@ class Endpoint:
                 raise self._with_address(error, key) from None
             if found is not None:
                 return found
-            # the peer may have refused this one because it had not yet noticed the end of an
-            # earlier one
+            # The peer may have refused this connection because it had not yet noticed the end of an
+            # earlier one, so this rank tries again.
 
     # --- accepting --------------------------------------------------------------------------------
 
@@ -218,6 +232,8 @@ class Endpoint:
         with self._changed.lock:
             if key[0] in self._closed_groups:
                 return _CLOSED
+            # If both ranks connect at once, the lower rank accepts and the higher one refuses, so
+            # both use the same connection.
             if key in self._open or (key in self._dialing and self._job.rank > key[2]):
                 return _BUSY
             self._arriving.add(key)
@@ -235,6 +251,7 @@ class Endpoint:
             else:
                 sock.close()
                 return
+        # The lock is released first, as in listen().
         if arrived is not None:
             arrived(key[2], sock)
 
@@ -287,16 +304,17 @@ class Endpoint:
                 sock = guard(socket.create_connection((host, port), 1.0))
                 break
             except TimeoutError:
-                # Another thread may read them for a report.
+                # The lock is taken because another thread may read the table for a report.
                 with self._changed.lock:
                     self._unanswered[key] = address
             except OSError as e:
                 self._connect_failed(key, address, e)
                 return None
-        # Of the handshake, while it lasts.
+        # This is the deadline of the handshake; None before it and after it.
         deadline: float | None = None
         try:
-            # the kernel accepts for a stopped process, which sends nothing
+            # The kernel accepts a connection for a stopped process, too, which then sends nothing.
+            # So the time of the handshake begins with the peer's first bytes.
             self._await_readable(sock, peer, check_all)
             deadline = time.monotonic() + _HANDSHAKE_S
             connection, _ = channel.authenticate(
@@ -312,12 +330,14 @@ class Endpoint:
             connection.settimeout(None)
             connection.sendall(frame({"group": group, "kind": kind, "rank": self._job.rank}))
             deadline = None
+            # From here on the peer may use the connection. It would lose what it has sent if the
+            # attempt was postponed now, so only `check` ends the wait.
             self._await_readable(sock, peer, check)
             answer = read_exactly(connection, 1)
         except (OSError, EOFError, DistNetworkError) as e:
             sock.close()
             if deadline is None and isinstance(e, DistError):
-                # By the check, or since the peer has ended.
+                # The call's check has raised it, or the wait because the peer has ended.
                 raise
             if (
                 deadline is not None
@@ -335,6 +355,8 @@ class Endpoint:
         if answer == _ACCEPTED:
             return connection
         sock.close()
+        # A peer that has connected, and has then closed the group, is still heard: what it sent on
+        # its connection can be read.
         if answer == _CLOSED and not self._peer_connected(key):
             reason = (
                 self._departure(peer, check) or f"{self._who(peer)} has closed the group {group!r}"
@@ -393,6 +415,8 @@ class Endpoint:
     def read_directory(self) -> None:
         """Read the addresses of all ranks in one request, if all are published by now."""
         keys = [f"endpoint/{rank}" for rank in range(self._job.size)]
+        # The store's multi_get() waits until all ranks have published, and a rank that creates a
+        # group does not wait for others.
         if not self._directory and self._job.store.check(keys):
             found = self._job.store.multi_get(keys)
             self._directory = {rank: _Addresses.parse(value) for rank, value in enumerate(found)}
@@ -435,7 +459,8 @@ class Endpoint:
         address = self._unanswered.get(key)
         if address is None or error.seq is not None:
             return error
-        # It may be the group's.
+        # The error may be the group's, which other calls raise, too. So the address is added to a
+        # copy.
         named = copy.copy(error)
         named.args = (
             (

@@ -83,7 +83,7 @@ class MemberConnections:
             error = operation_errors.tampered_error(context, context.ranks[peer], e)
             self._backend.abort(operation_errors.announce(context, error))
         except (OSError, EOFError):
-            # Sends and receives notice by HostBackend.check.
+            # Sends and receives that need this member find its end by HostBackend.check().
             pass
         except BaseException as e:
             self._backend.thread_failed(e)
@@ -95,6 +95,8 @@ def _read(connection: Connection, size: int) -> bytearray:
     while rest:
         try:
             count = connection.recv_into(rest)
+        # The timeout of 0.1 s is for sends, and a socket has one for both directions. A receive
+        # lasts until data comes or the connection ends.
         except TimeoutError:
             continue
         if not count:

@@ -32,15 +32,13 @@ class BlockingP2P:
         self._name = name
         self._execute = execute
         self._lock = threading.Lock()
-        self._waiting: dict[
-            tuple[int, int | None],
-            deque[HostCompletion],
-            # Behind the one that runs, by _order(call).
-        ] = {}
+        # By _order(call): a key is there while one of its calls runs, with those behind it.
+        self._waiting: dict[tuple[int, int | None], deque[HostCompletion]] = {}
 
     def run(self, call: Call) -> None:
         """Send or receive; return when the array may be used again."""
         completion = HostCompletion((call,))
+        # The call in front of it starts a thread for this one when it is over.
         if not self._is_next(completion):
             completion.wait(None)
             return
@@ -93,6 +91,8 @@ class BlockingP2P:
             self._execute(call)
         except BaseException as e:
             error = e
+        # This comes before the callbacks, which finish() runs: one may wait for the call that is
+        # next.
         self._start_next(call)
         completion.finish(error)
 
@@ -117,6 +117,7 @@ class BlockingP2P:
 
 def _order(call: Call) -> tuple[int, int | None]:
     """Equal for sends, and for receives and probes, that run one after another."""
+    # Keys of receives are negative, so that they differ from those of sends.
     return (call.peer, 0) if call.inputs else (-2 - call.peer, call.tag)
 
 
@@ -141,6 +142,7 @@ class MessagesToSelf(BlockingP2P):
             buffer = call.inputs[0]
             assert buffer.flat is not None
             assert call.tag is not None
+            # The message is a copy, because the send is over then and the array may be written.
             self._inbox.put(
                 call.peer, call.tag, buffer.dtype.code, bytearray(buffer.flat.view(np.uint8))
             )

@@ -50,6 +50,8 @@ def _merge(run: list[Call]) -> Call:
     def unpack() -> None:
         start = 0
         for call in run:
+            # The batch has one number, that of the merged call: the user's calls get it for the
+            # recorder.
             call.seq = merged.seq
             target: Any = call.outputs[0].flat
             target[...] = flat[start : start + target.size]
@@ -60,6 +62,8 @@ def _merge(run: list[Call]) -> Call:
     dtype = first.inputs[0].dtype
     whole = (Buffer([call.inputs[0].owner for call in run], dtype, flat.shape, flat, True, unpack),)
     merged = Call(first.op, whole, whole, first.timeout, first.reduce)
+    # The signature covers each call, so ranks that have merged other arrays of the same total size
+    # differ.
     merged.signature = hash(tuple(sign(c) for c in run))
     merged.site = first.site
     return merged

@@ -91,6 +91,8 @@ class FakeBackend(Backend):
         error: BaseException | None = None
         try:
             self._state.check()
+            # Calls are merged as HostBackend.post() does it, so that they get the numbers that they
+            # would have there.
             for call in batch if batch[0].op.message else merge_all_reduces(batch):
                 self._number(call)
                 if not call.refused:
@@ -192,11 +194,11 @@ def _reduce(call: Call, values: Flat, ranks: int, out: Flat) -> None:
     if kernel.average:
         out[...] = values
         return
-    # The number of ranks times the array, rounded once.
+    # The exact sum of equal arrays is the number of ranks times one of them, rounded once.
     if kernel.at_once:
         kernel_for(call.outputs[0].dtype, ReduceOp.PREMUL_SUM(ranks)).combine([values], out)
         return
-    # Of 1, 2, 4... of the arrays.
+    # This is the reduction of 1, 2, 4 and so on of the arrays.
     power = np.empty(values.size, kernel.acc)
     kernel.begin(power, values)
     result = None

@@ -62,6 +62,8 @@ class _FallbackAdapter(HostBackend):
     def __init__(self, inner: Backend, context: Context) -> None:
         self.name = inner.name  # type: ignore[misc]
         self.caps = inner.caps  # type: ignore[misc]
+        # A fallback compares its calls. So a refused list fails no group, unless the backend has a
+        # gather or scatter of its own and does not compare calls.
         self.compares = inner.compares or inner.caps.native.isdisjoint(("gather", "scatter"))  # type: ignore[misc]
         self._inner = inner
         super().__init__(context, _Messages(inner))

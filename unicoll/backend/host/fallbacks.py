@@ -123,6 +123,8 @@ class GroupOps(ABC):
             self._remaining(),
             root=root,
         )
+        # Each round has a signature of its own, so that a rank in another round, or in another
+        # call, is found.
         call.signature = hash((self.call.signature, _ROUND, self._rounds))
         self._rounds += 1
         self._backend.perform(call)
@@ -144,6 +146,8 @@ class MessageOps(GroupOps):
             for message in outgoing:
                 backend.run(message)
             return
+        # The sends are in the background: a send may wait until its receiver receives, and no rank
+        # could if all were in a send.
         pending = [backend.post((message,)) for message in outgoing]
         for message in incoming:
             backend.run(message)
@@ -184,7 +188,7 @@ class CollectiveOps(GroupOps):
         lengths = np.zeros(self.size, np.int64)
         for peer, flat in sends.items():
             lengths[peer] = flat.nbytes
-        # Table[i, j]: bytes from rank i to rank j.
+        # The element table[i, j] is the number of bytes from rank i to rank j.
         table = self.all_gather(lengths)
         packed = np.zeros(int(table.sum(axis=1).max()), np.uint8)
         start = 0
@@ -300,7 +304,7 @@ def exchange_parts(ops: GroupOps, sources: Sequence[Flat], targets: Sequence[Fla
     """Pairwise exchange: the j-th source of rank i becomes the i-th target of rank j."""
     peers = [(ops.rank + distance) % ops.size for distance in range(1, ops.size)]
     ops.exchange({p: sources[p] for p in peers}, {p: targets[p] for p in peers})
-    # Which may be read-only.
+    # If both are the same array, it is an input, which may be read-only.
     if targets[ops.rank] is not sources[ops.rank]:
         targets[ops.rank][:] = sources[ops.rank]
 

@@ -94,7 +94,7 @@ class HostBackend(ObservedBackend):
         super().__init__(context, state)
         state = self.state
         self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, lambda: state.error)
-        # Ranks that are lost, and when a waiting call first saw that.
+        # A waiting call first saw at these times that a rank is lost.
         self._departed: dict[int, float] = {}
         self._p2p: MessageEngine
         if p2p is not None:
@@ -146,6 +146,7 @@ class HostBackend(ObservedBackend):
             self._p2p.run(call)
 
     def runner(self, op: Op) -> Callable[[Call], None]:
+        # A subclass that overrides run() gets all its calls through that.
         if type(self).run is not HostBackend.run:
             return self.run
         execute = self._collectives.get(op.name)
@@ -157,6 +158,8 @@ class HostBackend(ObservedBackend):
         Raises:
             DistError: the group has ended, or the rank whose message it would be has died.
         """
+        # A message that has come can be received even if its sender has died since, so this is
+        # asked first.
         if self._p2p.iprobe(call):
             return True
         self.check(call, math.inf)
@@ -217,16 +220,18 @@ class HostBackend(ObservedBackend):
         """Do a collective by its fallback."""
         state = self.state
         state.check()
+        # This may be within another call, which is in progress again afterwards (perform).
         previous, state.call = state.call, call
         try:
             fallbacks.perform(fallbacks.group_ops(self, call), call)
             call.write_back()
         except DistArgumentError:
-            # The root's refusal, which all ranks raise.
+            # The root has refused its list. All ranks raise this, and the group stays usable.
             raise
         except OperationTimeoutError:
             self.fail(state.error or operation_errors.timeout_error(self.context, call))
         except DistError as e:
+            # The error of a message of the fallback is to name the user's call.
             e.op, e.seq = call.op.name, call.seq
             self.fail(e)
         except BaseException as e:
@@ -241,13 +246,15 @@ class HostBackend(ObservedBackend):
         """End the group with an error: announce it to all members, and raise the one that all of
         them raise."""
         if self.state.error is None:
-            # a subclass may wake what waits; messages end on the control thread, since a callback
-            # of them could wait for the call that fails here
+            # An abort() of a subclass wakes what waits. This class's is not called: it would end
+            # messages here, and a callback of one could wait for the call that fails. The control
+            # thread ends them.
             abort = self.state.abort if type(self).abort is HostBackend.abort else self.abort
             try:
                 error = operation_errors.announce(self.context, error)
             finally:
-                # Also if a signal's handler ends the wait for the answer.
+                # The group fails on this rank also if a signal's handler ends the wait for the
+                # answer.
                 abort(error)
         self.state.fail(error)
 
@@ -256,7 +263,7 @@ class HostBackend(ObservedBackend):
         try:
             self.fail(operation_errors.call_failed_error(self.context, call, cause))
         except DistError:
-            # For the other ranks; this one raises the cause.
+            # This error is for the other ranks; this one raises the cause.
             pass
 
     def withdraw_or_give_up(self, call: Call, cause: BaseException, begun: bool) -> bool:
@@ -331,7 +338,7 @@ class HostBackend(ObservedBackend):
     def abort(self, error: Exception) -> None:
         super().abort(error)
         self._p2p.abort()
-        # An interrupt may have kept a thread from doing so.
+        # An interrupt may have ended a thread before it woke the queue's thread for what is queued.
         self.queue.resume()
 
     # --- shutdown ---------------------------------------------------------------------------------
@@ -344,6 +351,8 @@ class HostBackend(ObservedBackend):
     def close(self) -> None:
         if self.closed:
             return
+        # The numbers are in the job before the mark is set: the wait monitor looks there for those
+        # of a backend that is closed.
         self.keep_posted()
         self.closed = True
         context, stuck, failed_before = self.context, self.stuck, self.state.error
@@ -359,17 +368,21 @@ class HostBackend(ObservedBackend):
             self._unwatch()
             self._p2p.drain(_DRAIN_S)
             if not self.queue.in_callback and not self.queue.idle(TICK_S):
-                # Another thread is in a blocking call.
+                # Another thread is in a blocking call, for which queue.close() has not waited.
                 self.state.abort(destroyed)
         finally:
-            # Also if an exception of a signal's handler ends one of these waits.
+            # An exception of a signal's handler may end one of the waits above. Everything is
+            # released all the same.
             self._unwatch()
+            # This sets the error with which the engine ends its messages in the next line.
             failure = self.state.close()
             clean = self._p2p.close()
             self.release(ended and clean, failure)
-            # A subclass may wake what waits.
+            # A subclass may have an abort() that wakes what still waits.
             self.abort(destroyed)
         lost = self.queue.lost
+        # Posted batches have ended with an error that no call has raised. The program learns of it
+        # now, or never.
         if failed_before and lost and not (is_delivered(failed_before) or is_delivered(lost)):
             raise failed_before.with_traceback(None) from failed_before.__cause__
 

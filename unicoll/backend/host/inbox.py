@@ -35,6 +35,7 @@ class Inbox:
 
     def __init__(self, backend: HostBackend) -> None:
         self._backend = backend
+        # This is no Condition: an interrupt of a receive could leave the lock of one held.
         self._arrived = Changes()
         self._messages: list[_Message] = []
 

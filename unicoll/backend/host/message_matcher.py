@@ -89,6 +89,8 @@ class MessageMatcher(Generic[P, M]):
         return True
 
     def _post(self, pending: P) -> None:
+        # What is in a queue is also in `posted`, wherever an exception interrupts this:
+        # find_receive() relies on that. So `posted` is first here and last in cancel().
         self._serial += 1
         self.posted[pending] = self._serial
         call = pending.call
@@ -117,6 +119,8 @@ class MessageMatcher(Generic[P, M]):
         return (serials[0], messages[serials[0]]) if serials else None
 
     def _remove(self, serial: int, message: M) -> None:
+        # The number leaves the queue first, because _first_from() looks up the message of each
+        # number that it finds there. add_unexpected() has the opposite order.
         _discard(self._by_tag, (message.peer, message.tag), serial)
         del self._unexpected[message.peer][serial]
 
@@ -171,8 +175,8 @@ class MessageMatcher(Generic[P, M]):
         """Remove a posted receive or probe, if it is still posted."""
         if pending not in self.posted:
             return
-        # the order here and in _post(): what an exception of a signal's handler interrupts can
-        # still be cancelled
+        # With this order, and that in _post(), what an exception of a signal's handler interrupts
+        # is still in `posted`, and can be cancelled.
         call = pending.call
         if call.op is not PROBE:
             _discard(self._table(call), (call.peer, call.tag), pending)
@@ -227,8 +231,8 @@ def _serial_of(found: tuple[int, Any]) -> int:
 def _append(queues: dict[_Key, deque[V]], key: _Key, value: V) -> None:
     queue = queues.get(key)
     if queue is None:
-        # an empty queue in the table would stay there if an exception of a signal's handler came
-        # before append()
+        # The queue is made with its value: an empty one would stay in the table if an exception of
+        # a signal's handler came before append().
         queues[key] = deque((value,))
     else:
         queue.append(value)

@@ -95,11 +95,17 @@ class OpQueue:
         In a callback of the group's own work the call is executed at once, before what is queued
         (see :meth:`_nest`).
         """
+        # Most calls are made while no thread executes posted ones or their callbacks. They then
+        # need not ask for the thread's identifier, which is a call.
         if self._server and self._server == get_ident():
             self._nest((call,))
             execute(call)
             return
         completion = None
+        # A call gets its number and its place with the lock, so both orders agree. It is executed
+        # here if no other is being executed or queued. Else it is queued: the thread that ends the
+        # present call wakes the queue's thread, for which it looks at the queue after it has
+        # cleared _busy.
         try:
             with self._lock:
                 if self._dead is not None:
@@ -110,7 +116,7 @@ class OpQueue:
                 else:
                     completion = HostCompletion((call,))
                     self._queue.append((completion, execute))
-                    # The call before ended since, and may have seen an empty queue.
+                    # The call in front may have ended since, and have found an empty queue.
                     if self._busy is None:
                         self._wake_thread()
             if completion is None:
@@ -118,11 +124,13 @@ class OpQueue:
                 return
         finally:
             if self._busy is call:
-                # without the lock: a thread that queues a call reads _busy afterwards, so one of
-                # the two sees the other
+                # This needs no lock: a thread that queues a call reads _busy afterwards, so one of
+                # the two sees the other.
                 self._busy = None
                 if self._queue:
                     self.resume()
+        # The call was queued. This thread waits for it with a limit, whatever becomes of the thread
+        # that executes it.
         completion.before_wait = self._await_turn
         completion.wait(None)
 
@@ -148,11 +156,14 @@ class OpQueue:
         def check() -> None:
             nonlocal before, until
             now, error, running = time.monotonic(), self._failure(), self._running
+            # The time begins anew when another call is being executed, and with each look while
+            # callbacks run, which may take as long as they do.
             if self._busy is not before or not until or (running is None and self._server):
                 before = self._busy
                 calls = (
                     running.calls if running is not None else () if before is None else (before,)
                 )
+                # Each call of the batch may take its own timeout.
                 until = now + max(call.timeout, sum(each.timeout for each in calls)) + _SLACK_S
             late = now >= until
             if error is None and late:
@@ -169,6 +180,8 @@ class OpQueue:
 
     def _drop(self, completion: HostCompletion, error: BaseException) -> None:
         """End a call with an error if it is still queued."""
+        # Whoever removes the entry from the queue ends the call. A thread that executes it has
+        # removed it before.
         with self._lock:
             queued = [entry for entry in self._queue if entry[0] is completion]
             for entry in queued:
@@ -189,6 +202,8 @@ class OpQueue:
             self._nest(calls)
             self._end(completion, _attempt(calls, execute))
             return completion
+        # The function is set before the batch is queued, because finish() clears it: a completion
+        # that has ended must not keep the group alive.
         completion.before_wait = self._await_turn if on_thread else self._wait_here
         with self._lock:
             if self._dead is not None:
@@ -210,6 +225,8 @@ class OpQueue:
         """
         mine = False
         try:
+            # A batch with callbacks is left to the queue's thread, on which no signal's handler can
+            # interrupt them.
             with self._lock:
                 if (
                     self._busy is not None
@@ -219,14 +236,17 @@ class OpQueue:
                 ):
                     return
                 execute = self._queue[0][1]
+                # All three are set before the batch leaves the queue: from here on the clauses
+                # below end it, if an exception comes before it has been executed.
                 self._busy, self._running, mine = completion.calls[0], completion, True
-                # The next one may begin before this one has returned.
+                # This is a count, because the next thread may begin before this one has returned.
                 self._waiters_executing += 1
                 self._queue.popleft()
             self._execute(completion, execute)
             while (
                 self._queue and completion.exception() is not None and self._failure() is not None
             ):
+                # The mark _busy is still set, so no other thread executes what is queued.
                 with self._lock:
                     if not self._queue:
                         break
@@ -235,7 +255,9 @@ class OpQueue:
                     self._queue.popleft()
                 self._execute(completion, execute)
         except BaseException as e:
-            # Outside the calls, where a signal's handler may raise.
+            # The exception does not come from a call: it is that of a signal's handler, in the
+            # lines between. The batch may be neither queued nor running then, so that only this
+            # thread can end it.
             if mine and not completion.done():
                 error = self._fail(e)
                 self.abandon(error)
@@ -247,6 +269,8 @@ class OpQueue:
                 self._running = None
                 self._server = 0
                 self._busy = None
+                # The count is lowered last. close(), which waits for that, ends the queue's thread,
+                # and that has to be woken before for what is queued.
                 try:
                     if self._queue:
                         self.resume()
@@ -267,6 +291,8 @@ class OpQueue:
             False if it cannot be taken back: it was posted, or other calls were accepted after it.
         """
         with self._lock:
+            # Calls that were accepted later have their numbers already, and a posted call has
+            # returned to its caller.
             if self._running is not None or self._queue or call.seq != self.sequence:
                 return False
             self.sequence -= 1
@@ -280,6 +306,7 @@ class OpQueue:
             self._queue.clear()
             if self._running is not None:
                 waiting.insert(0, self._running)
+        # This runs callbacks, which may make calls that take the lock.
         for completion in waiting:
             self._end(completion, error)
 
@@ -290,11 +317,13 @@ class OpQueue:
         A callback of the group's own work does not wait for that.
         """
         if self.in_callback:
+            # The thread cannot wait for its own end. It ends when the callback has returned.
             if self._thread.ident == get_ident():
                 self._wake.put(False)
             return True
         deadline = time.monotonic() + timeout
-        # They leave what is queued to the thread.
+        # Threads that execute batches which they wait for leave what is queued behind those to the
+        # queue's thread, so that must not end first.
         while self._waiters_executing:
             if time.monotonic() >= deadline:
                 return False
@@ -339,6 +368,8 @@ class OpQueue:
                 self._wake_thread()
 
     def _wake_thread(self) -> None:
+        # The caller holds the lock. The mark is set last: an interrupt before that leads to one
+        # wake-up too many, which does no harm.
         self._thread.start(self._work)
         if not self._woken:
             self._wake.put(True)
@@ -349,6 +380,7 @@ class OpQueue:
             self._serve()
         except BaseException as e:
             error = self._fail(e)
+            # From here on run() and post() raise, so nothing is queued behind what abandon() ends.
             with self._lock:
                 self._dead = error
                 self._busy = None
@@ -370,7 +402,7 @@ class OpQueue:
             if not self._drain():
                 self._poll()
             self._woken = False
-            # What was queued before that.
+            # A call that was queued before the line above has woken no thread.
             self._drain()
 
     def _drain(self) -> bool:
@@ -391,7 +423,7 @@ class OpQueue:
                 self._execute(completion, execute)
             finally:
                 self.in_background = False
-            # Releases the arrays.
+            # The names would keep the arrays alive until the next batch.
             del completion, execute
 
     def _poll(self) -> None:
@@ -414,6 +446,8 @@ class OpQueue:
         self._server = get_ident()
         completion.begin()
         error = _attempt(completion.calls, execute)
+        # From here on callbacks run, in _end(): _limit() sets no limit to them, and a group that
+        # fails no longer ends this batch.
         self._running = None
         self._end(completion, error)
         self._server = 0
@@ -423,6 +457,8 @@ def _attempt(calls: tuple[Call, ...], execute: Execute) -> BaseException | None:
     try:
         for call in calls:
             execute(call)
+    # A KeyboardInterrupt is the error of its batch, too. The thread that waits for the batch raises
+    # it.
     except BaseException as e:
         return e
     return None

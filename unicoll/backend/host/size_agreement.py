@@ -123,6 +123,8 @@ def exchange_sizes(
     entries = [-1] * size if call.refused else [b.count for b in several]
     mine = np.array([own.count, hash(own.shape), *entries], np.int64)
     _run(execute, _SizeCall(call, "all_gather", _SIZES, mine, received))
+    # The last entry of the root is -1 on all ranks if it has refused its list, so all go the same
+    # way.
     if received[call.root][-1] < 0:
         _raise_refusal(call, ranks[call.root], group, execute)
     counts, entries = [int(r[0]) for r in received], [int(n) for n in received[call.root][2:]]
@@ -147,6 +149,8 @@ def exchange_sizes(
 def _raise_refusal(call: Call, root: int, group: str, execute: Execute) -> NoReturn:
     """Send the reason for which the root, a global rank, has refused its list to all ranks, and
     raise it on all."""
+    # Only the root has a reason. The bytes of the others are 0, so the largest of each byte is the
+    # root's.
     received = _highest(
         call, execute, _REASON, *call.refused.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
     )
@@ -211,12 +215,15 @@ def check_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute
     exchange.even = True
     _run(execute, exchange)
     wrong = np.flatnonzero(arriving != expected)
+    # The largest number names one pair of ranks, the same on all of them; 0 means that all sizes
+    # fit.
     found = _highest(
         call, execute, _MISMATCH, 1 + rank * size + int(wrong[0]) if wrong.size else 0
     )[0]
     if not found:
         return
     receiver, sender = divmod(found - 1, size)
+    # Only the receiver knows both numbers.
     mine = (int(arriving[sender]), int(expected[sender])) if rank == receiver else (-1, -1)
     sent, space = _highest(call, execute, _NUMBERS, *mine)
     raise _mismatch(

@@ -69,6 +69,8 @@ def gather_and_decide(
     members = {key: member for member, key in enumerate(keys)}
     store.set(keys[context.rank], json.dumps(facts))
     if context.rank:
+        # The answer alone is awaited, but the members whose facts are missing are what delays it,
+        # so they are the ones that errors name.
         await_keys(context, [answer], purpose, deadline, members)
         return result_or_raise(context, from_store(answer, store.get(answer), {}))
 
@@ -76,6 +78,8 @@ def gather_and_decide(
         await_keys(context, keys, purpose, deadline, members)
         return choose(stored_values(store, keys))
 
+    # An error of rank 0 is published as well: the other members wait for an answer and would
+    # otherwise wait until their deadlines.
     outcome = outcome_to_publish(context, chosen, purpose)
     store.set(answer, json.dumps(outcome))
     return result_or_raise(context, outcome)
@@ -126,12 +130,14 @@ def await_keys(
     while True:
         left = deadline - time.monotonic()
         try:
+            # The wait has short periods: the store does not know that a member has died, the
+            # control plane does.
             store.wait(keys, max(0.001, min(_CHECK_PERIOD_S, left)))
             return
         except StoreTimeoutError:
             pass
         if time.monotonic() >= warn_at:
-            # Once.
+            # This is later than the deadline, so that the warning is logged once.
             warn_at = deadline + _CHECK_PERIOD_S
             logs.logger(context.backend).warning(
                 "group %r waits for all its members to %s; missing: %s%s",
@@ -141,12 +147,16 @@ def await_keys(
                 purpose.hint,
             )
         if control is not None:
+            # The failure of the group comes first: all members raise the same one, while they may
+            # learn of deaths in different orders.
             if (failure := control.group_failure(context.name)) is not None:
                 raise failure
             for rank in context.ranks:
                 if rank in control.departed:
                     reason = f"group {context.name!r} was {purpose.doing}: {control.departed[rank]}"
                     raise RankLostError(reason, group=context.name, rank=rank)
+        # The wait above has lasted until the deadline then. It is checked last, because the control
+        # plane's reason says more than a timeout.
         if left <= _CHECK_PERIOD_S:
             raise OperationTimeoutError(
                 f"{purpose.doing} for group {context.name!r} timed out; missing:"
@@ -158,4 +168,5 @@ def await_keys(
 def _missing(context: Context, owners: Mapping[str, int]) -> str:
     store = context.job.store
     missing = [member for key, member in owners.items() if not store.check([key])]
+    # If no facts are missing, the answer of rank 0 is.
     return ", ".join(context.who(m) for m in missing[:16]) or context.who(0)

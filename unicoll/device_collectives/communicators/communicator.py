@@ -88,13 +88,16 @@ class Communicator:
         self.device = device
         self.rank, self.size = context.rank, context.size
         self.scratch = 0
-        # Set unless a thread stops or ends the communicator.
+        # It is set unless a thread is stopping or ending the communicator.
         self._returned = Flag()
         self._returned.set()
-        # Set when a thread has returned from the library.
+        # One flag for each thread that was left behind in the library; it is set when the thread
+        # has returned.
         self._left_behind: list[Flag] = []
         self._check = check
         self._log = logs.logger(context.backend)
+        # They are made with the first communicator: no thread can be started when the interpreter
+        # ends, which may be when this one ends.
         self.teardown_threads: TeardownThreads = context.job.shared(
             f"{context.backend}-teardown", partial(TeardownThreads, context.backend, runtime)
         )
@@ -103,6 +106,8 @@ class Communicator:
         self.reduction = lru_cache(_REDUCTIONS)(library.reduction)
         self._abandoned = False
         self._premul_ops: dict[tuple[int, bytes], int] = {}
+        # The watchdog may query the state at any time. NCCL frees what a query reads when the
+        # communicator is ended, so a query and the taking of the handle exclude each other.
         self._state_lock = threading.Lock()
         slot = library.new_slot()
         self.handle = 0
@@ -110,6 +115,8 @@ class Communicator:
         try:
             code, self._slot = self.on_thread(partial(begin, slot), what, deadline)
         except BaseException:
+            # An exception that ends the wait, also one of a signal's handler, leaves the thread in
+            # the library, where it waits for the other ranks.
             self._abort_start(slot, parent)
             raise
         self.handle = self._slot.value or 0
@@ -121,6 +128,7 @@ class Communicator:
         except BaseException:
             self.abort()
             raise
+        # The warning is about the start; later waits are not for connections to all ranks.
         self._warn_at = math.inf
 
     def _abort_start(self, slot: HandleSlot, parent: Communicator | None) -> None:
@@ -128,13 +136,16 @@ class Communicator:
         a whole core."""
         if not self._left_behind or not self._can_abort():
             return
+        # The thread is in a call for the parent, and there is no handle of a new communicator yet:
+        # only an abort of the parent makes the thread return.
         if parent is not None and not slot.value:
             parent._left_behind = [*parent._left_behind, *self._left_behind]
             parent.abort()
             return
 
         def abort() -> None:
-            # NCCL writes the handle before it waits for other ranks.
+            # NCCL writes the handle before it waits for other ranks, so this loop ends soon: by the
+            # handle, or by the return of the thread.
             for _ in backoff():
                 if slot.value or self._left_behind[-1].is_set():
                     break
@@ -152,23 +163,28 @@ class Communicator:
 
         def run() -> None:
             try:
+                # A thread whose start was interrupted may begin after the caller has given up. It
+                # calls nothing then.
                 if not given_up.is_set():
+                    # A new thread has no device; NCCL would take device 0 for it.
                     self.runtime.set_device(self.device)
                     answers.append(begin())
             except BaseException as e:
-                # Raised on the waiting thread.
+                # It is raised on the thread that waits.
                 errors.append(e)
             finally:
                 ended.set()
 
-        # Thread.join(), if an exception interrupts it, takes a thread that runs for one that has
-        # ended.
+        # The wait is for a flag: Thread.join(), if an exception interrupts it, takes a thread that
+        # runs for one that has ended.
         try:
             thread.start(run)
             while not ended.wait(_CHECK_PERIOD_S):
                 self._check(None)
                 self._check_deadline(what, deadline, None)
         except BaseException:
+            # The order matters: a thread that begins after the first line calls nothing, and one
+            # that has begun before it has its ident already.
             given_up.set()
             if thread.ident is not None:
                 self._left_behind = [*self._left_behind, ended]
@@ -219,6 +235,8 @@ class Communicator:
 
     def state(self) -> int:
         """The communicator's state: one of the library's codes."""
+        # Without a handle the communicator is being ended. It counts as in progress, so that a
+        # thread in await_ready() waits for the group's error, which `check` raises.
         with self._state_lock:
             code, state = (
                 self.library.comm_state(self.handle) if self.handle else (self._in_progress, 0)
@@ -285,6 +303,8 @@ class Communicator:
         codes: list[int] = []
         library, begun = self.library, SUCCESS
         try:
+            # `begun` is already success before the call: an exception may come right behind the
+            # call, when the group has begun and has to be ended.
             begun = library.group_start()
             if begun == SUCCESS:
                 codes.extend(call() for call in calls)
@@ -301,6 +321,8 @@ class Communicator:
         if found is not None:
             return found
         if len(self._premul_ops) >= _PREMUL_OPS:
+            # NCCL allows this for operations in flight: it needs an operation only until the
+            # functions that got it have returned.
             self._destroy_premul_ops()
         code, op = self.library.premul_sum(factor, type_code, self.handle)
         if code:
@@ -367,7 +389,8 @@ class Communicator:
     def finish(self) -> bool:
         """End the communicator after its operations; all members call this. False if it did not
         return in time."""
-        # ncclCommDestroy waits until the ranks of this host have closed their connections to it.
+        # The function ncclCommDestroy waits until the ranks of this host have closed their
+        # connections to it.
         return self._bounded(
             self._finish, "ending", "the other ranks of this host may not have ended theirs; "
         )
@@ -376,6 +399,7 @@ class Communicator:
         self._destroy_premul_ops()
         code = self._await_end_of(self.library.comm_finalize(self.handle))
         if code == SUCCESS:
+            # The state is queried until here, so the handle is taken only now.
             self.library.comm_destroy(self._take_handle())
         elif self._can_abort():
             self.library.comm_abort(self._take_handle())
@@ -390,6 +414,11 @@ class Communicator:
         return self._can_abort() and self._bounded(partial(self._stop, lock), "stopping")
 
     def _stop(self, lock: threading.RLock) -> None:
+        # NCCL does not allow that a communicator is ended while a thread uses it. So a thread in
+        # the library gets a second to leave it. If it does not, it waits for a rank that is gone:
+        # the revoke, or the abort in a group call, makes it return, and the lock is taken without a
+        # limit. With the lock, and once the threads that were left behind have returned too, no
+        # thread uses the communicator, and an abort may free it.
         locked = lock.acquire(timeout=_LOCK_S)
 
         def await_threads() -> None:
@@ -440,7 +469,8 @@ class Communicator:
         ``await_threads``."""
         if handle := self._take_handle():
             self.library.group_start()
-            # The memory is freed at the end of the group call.
+            # In a group call ncclCommAbort has the other threads return, and frees the communicator
+            # only when the group call ends: after they have stopped using it.
             self.library.comm_abort(handle)
             await_threads()
             self.library.group_end()
@@ -475,6 +505,7 @@ class Communicator:
             finally:
                 returned.set()
 
+        # A thread that has not returned uses the communicator, which the next call would free.
         if not self._returned.wait(END_S):
             return False
         self._returned = returned
@@ -497,6 +528,8 @@ class CommunicatorWithOptions:
     the library."""
 
     def __init__(self, comm: Communicator, options: CallOptions) -> None:
+        # The handle is a copy, which stays when the communicator ends. It is not used then:
+        # DeviceBackend._issue checks the group's state first.
         self.rank, self.size, self.handle, self.scratch = (
             comm.rank,
             comm.size,

@@ -19,6 +19,7 @@ def index_of(device: Any, runtime: DeviceRuntime) -> int:
         DistArgumentError: ``device_id`` is not a device of the runtime with a number.
     """
     wanted = runtime.device_type
+    # Devices of torch and unicoll have a type and an index, those of CuPy an id.
     kind = getattr(device, "type", wanted)
     found = (
         getattr(device, "index", None) if hasattr(device, "type") else getattr(device, "id", device)
@@ -60,7 +61,7 @@ def bound_device(context: Context, runtime: DeviceRuntime, explicit: bool) -> in
     local = context.job.local_rank
     if not explicit or local is None:
         return None
-    # The launcher shows each process its own device.
+    # The launcher shows each process only its own device, which is number 0 there.
     if count == 1:
         return 0
     return local if local < count else None

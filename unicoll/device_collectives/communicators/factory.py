@@ -53,9 +53,13 @@ class CommunicatorFactory:
         context = self.context
         positions = [parent.context.ranks.index(rank) for rank in context.ranks]
         if not self.library.splits_by_key and positions != sorted(positions):
-            # The others take part in a split.
+            # The other members of the parent are in a split, which waits for this rank.
             self.leave_out(parent, deadline)
             return None
+        # The split is waited for here, with the parent's check: ranks outside of the new group take
+        # part in it, and their death must end the wait. The new communicator's own check knows the
+        # members of the new group only. Its color is equal on these members, and differs between
+        # the groups of one split.
         made = self._split(parent, min(context.ranks), context.rank, deadline)
         return self._make(parent.device, lambda slot: made, "comm_split", deadline, parent.origin)
 
@@ -88,6 +92,7 @@ class CommunicatorFactory:
         """A communicator with more ranks than the parent, which is idle; ``parent`` is None on a
         new rank."""
         context, library = self.context, self.library
+        # Rank 0 makes the id. It is a member of the parent, because the members keep their ranks.
         make_id = partial(library.comm_unique_id, parent.handle) if parent is not None else None
         attempt = next(self.attempts)
         (unique_id,), origin = exchange_ids(
@@ -98,7 +103,8 @@ class CommunicatorFactory:
                 library.comm_grow, 0, context.size, unique_id, context.rank, self.config
             )
         else:
-            # Only the rank that made the id passes it.
+            # NCCL gets the id from the rank that has made it. The other members of the parent pass
+            # none.
             own_id = unique_id if context.rank == 0 else None
             begin = partial(library.comm_grow, parent.handle, context.size, own_id, -1, self.config)
         return self._make(device, begin, "comm_grow", deadline, origin)

@@ -77,6 +77,8 @@ def decide_shrink(context: Context, parent: Communicator | None, deadline: float
 
 def _weakest(facts: list[dict[str, str]]) -> str:
     offers = {fact["can"] for fact in facts}
+    # A member without a communicator can take part in neither of the others, and one that cannot
+    # shrink its communicator can still make a new one.
     return next(way for way in (LAZY, RECONNECT, RESIZE) if way in offers)
 
 

@@ -43,6 +43,7 @@ class TeardownThreads:
             with self._lock:
                 self._fill(_SPARE)
         except BaseException:
+            # The threads that have started would wait for tasks for ever.
             self.close()
             raise
 
@@ -55,26 +56,30 @@ class TeardownThreads:
             try:
                 thread.start(self._work)
             except RuntimeError:
-                # The interpreter is ending.
+                # The interpreter is ending: from Python 3.12 on no thread can be started then.
                 self._threads.remove(thread)
                 self._idle -= 1
 
     def start(self, task: Callable[[], None]) -> None:
         """Run a task on a thread, or on the caller's if there is none."""
         with self._lock:
+            # The task takes one of them, so that the spare ones remain.
             self._fill(_SPARE + 1)
             idle = self._idle > 0
             if idle:
                 self._idle -= 1
                 self._tasks.put(task)
+        # The lock is not held here: the task may take seconds, and may need another thread.
         if not idle:
             task()
 
     def _work(self) -> None:
+        # Otherwise CUDA refuses some calls of this thread while the program captures a graph.
         self._runtime.ignore_captures()
         while (task := self._tasks.get()) is not None:
             task()
-            # It refers to the group.
+            # The task refers to the group, which a thread that waits for the next task would keep
+            # alive.
             del task
             with self._lock:
                 if self._closed:

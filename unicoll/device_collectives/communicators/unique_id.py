@@ -102,6 +102,8 @@ def exchange_ids(
         partial(_choose_roots, context, library, runtime, make_id),
     )
     owners = roots(context.size, answer["roots"])
+    # The first id is in the answer of rank 0; the other owners publish theirs now that they know of
+    # the number of ids.
     keys = {f"{prefix}/id/{i}": owner for i, owner in enumerate(owners) if i}
     for key, owner in keys.items():
         if owner == context.rank:
@@ -113,6 +115,7 @@ def exchange_ids(
             )
     made = [answer["id"]]
     if keys:
+        # An owner that could not make an id has published its error, which all members raise.
         await_keys(context, list(keys), purpose, deadline, keys)
         made += (result_or_raise(context, outcome) for outcome in stored_values(store, list(keys)))
     found = zip(context.ranks, answer["capabilities"], strict=True)
@@ -148,6 +151,7 @@ def _choose_roots(
 ) -> dict[str, Any]:
     """Rank 0's answer to all members: the first id, the number of ids, and the members' compute
     capabilities."""
+    # Settings of the environment count on rank 0 only: ranks that differ in them would disagree.
     if not library.may_share_device():
         _refuse_sharing(context, runtime.device_type, facts)
     share = (library.ranks_per_id() if make_id is None else 0) or context.size
@@ -170,6 +174,8 @@ def _new_id(context: Context, library: CollectiveLibrary, make_id: MakeId | None
 def _refuse_sharing(context: Context, kind: str, facts: list[dict[str, Any]]) -> None:
     owners: dict[tuple[str, str], int] = {}
     for member, fact in enumerate(facts):
+        # The host is a part of the key, because the names of SYCL's devices are unique on one host
+        # only.
         other = owners.setdefault((fact["host"], fact["uuid"]), member)
         if other != member:
             raise DistArgumentError(

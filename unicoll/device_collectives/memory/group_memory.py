@@ -67,6 +67,8 @@ class GroupMemory:
         """
         symmetric = symmetric and self._comm.library.has("window_register")
         if symmetric:
+            # This comes before the registration, which waits for all ranks without limit: a rank
+            # that is missing, or that has to refuse its memory, is found here.
             self._agree(regions, deadline)
         registered = RegisteredMemory(self._comm, memory, regions, symmetric, deadline, close)
         self._registered.append(registered)
@@ -87,6 +89,8 @@ class GroupMemory:
         if call.op.name != "put":
             return
         windows = self._windows()
+        # The window is found by id: the call refers to the user's object, so no other object has
+        # its id.
         target, call.handle = windows.get(id(call.window), (None, 0))
         check_put(call, target, [region for region, _ in windows.values()])
 
@@ -131,6 +135,7 @@ class GroupMemory:
         """After the communicator has ended; with ``ended=False`` it was abandoned, and its kernels
         may still run."""
         self._symmetric.close(ended)
+        # Otherwise the registrations keep the user's memory, which kernels may still use.
         if ended:
             for registered in self._registered:
                 registered.deregister()

@@ -69,9 +69,13 @@ def set_up(
         library.signal, comm.rank, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, comm.handle, stream
     )
     with lock:
+        # The first signal waits in NCCL until all ranks make theirs, so it is made on a thread that
+        # can be left behind at the deadline.
         code = comm.on_thread(signal, what, deadline)
         if code not in _UNSUPPORTED:
             comm.await_completion(code, what, deadline)
+            # The signal is taken by a wait on the stream, or a wait of the program for a signal of
+            # its own rank would take it.
             comm.await_completion(
                 library.wait_signal([(comm.rank, 1)], comm.handle, stream), what, deadline
             )
@@ -109,6 +113,7 @@ def check_put(call: OneSidedCall, target: Region | None, windows: list[Region]) 
 def _put(c: AnyCommunicator, call: Call, stream: int) -> int:
     assert isinstance(call, OneSidedCall)
     source, (peer,) = call.inputs[0], call.signals
+    # Every put signals, also one without data.
     if not source.count:
         return _signal(c, call, stream)
     offset = call.offset * source.dtype.itemsize

@@ -99,9 +99,11 @@ class RegisteredMemory(Registration):
                     self._handles.append((library.window_deregister, window))
                     self.windows.append(window)
                 else:
-                    # NCCL gives no window if it has no use for one: on all ranks or on none.
+                    # NCCL gives no window if it has no use for one: on all ranks or on none. Then
+                    # the region is registered as a buffer.
                     self._handles.append((library.comm_deregister, self._buffer(region)))
         except BaseException:
+            # This deregisters the regions that were registered before the one that failed.
             self.deregister()
             raise
 
@@ -133,7 +135,10 @@ class RegisteredMemory(Registration):
 
     def deregister(self) -> None:
         """Deregister all regions, which no operation uses; idempotent."""
+        # The list is emptied first, so that each handle is deregistered once: close() and the end
+        # of the group both come here.
         handles, self._handles = self._handles, []
+        # Registrations end with their communicator.
         for deregister, handle in handles if self._communicator.handle else ():
             if handle:
                 deregister(self._communicator.handle, handle)

@@ -71,7 +71,9 @@ class SymmetricMemory:
             )
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         ptr = self._allocate(nbytes, deadline)
-        # On all members, whether the registration succeeds on this one or not.
+        # The number is taken before the registration, which may fail on some members only: numbers
+        # have to stay equal on all members. If the registration fails, the memory is not freed,
+        # because the library may still use it.
         self._count += 1
         window = comm.register_window(ptr, nbytes, deadline)
         made = DeviceArray(self, self._count, ptr, window, shape, dtype.storage, comm.device)
@@ -87,9 +89,13 @@ class SymmetricMemory:
             failure = str(comm.error(code, what, None)) if code else ""
             agreed = False
             try:
+                # Also a member without memory agrees: the others wait for it, and all of them then
+                # give their memory back and try again.
                 failed = self.agree("symmetric_empty", [Extent(nbytes)], failure, deadline, wait)
                 agreed = not failed
             finally:
+                # This is in a finally clause: the agreement raises on a deadline or a lost rank,
+                # and the memory is not registered yet.
                 if ptr and not agreed:
                     library.mem_free(ptr)
             if agreed:
@@ -119,15 +125,19 @@ class SymmetricMemory:
         try:
             with on_device(runtime, device):
                 for stream in current_streams(Device(runtime.device_type, device)):
-                    # the user keeps a graph's arrays
+                    # The user keeps the arrays of a graph, and an event that a graph records cannot
+                    # be queried.
                     if stream <= LEGACY_STREAM or not runtime.capturing(stream):
                         events.append(runtime.create_event(device))
                         runtime.record(events[-1], stream)
         except DeviceError:
             # The device has failed: the memory is not freed.
             return
+        # The operations in flight are noted, and not only waited for on the current streams: they
+        # may run on the group's own stream.
         operations = tuple(self._in_flight.operations)
         self._dropped.append(_Dropped(number, ptr, window, operations, tuple(events)))
+        # After the end of the group no agreement comes that would free the memory.
         if self._ended:
             self._free_unused()
 
@@ -151,9 +161,11 @@ class SymmetricMemory:
         """Free dropped memory that the device no longer uses; no other thread uses the
         communicator."""
         comm = self._comm
+        # The deque is copied: the garbage collector may append to the deque at any point.
         for one in [one for one in list(self._dropped) if one.number in numbers]:
             self._dropped.remove(one)
-            # Windows end with their communicator.
+            # Windows end with their communicator. If a window cannot be deregistered, NCCL may
+            # still use the memory, which is not freed then.
             window = one.window if comm.handle else 0
             if not window or not comm.library.window_deregister(comm.handle, window):
                 comm.library.mem_free(one.ptr)
@@ -175,6 +187,7 @@ class SymmetricMemory:
     def close(self, ended: bool) -> None:
         """Called after the communicator has ended, or with ``ended=False`` was abandoned: its
         kernels may still run."""
+        # This comes first: from now on drop() frees the memory of an array itself, or leaves it.
         self._ended, self._abandoned = True, not ended
         if ended:
             self._free_unused()

@@ -64,10 +64,11 @@ def agree_on_windows(
         partial(_answer, context),
     )
     store = context.job.store
-    # Rank 0 has read it.
+    # Rank 0 has read this member's facts, since it has answered.
     store.delete_key(f"{prefix}/{context.rank}")
     if context.rank == 0:
-        # All have read it.
+        # All members have read the answer before this one, since they have published facts for the
+        # next agreement. The last answer may not be read yet, so it stays.
         store.delete_key(f"{previous}/answer")
     return freed, failed
 

@@ -107,6 +107,8 @@ class CudaDriver(Driver):
     native_atomics = 3
 
     def __init__(self, library: Any, path: str) -> None:
+        # These are set before the base is initialised, because its calls of the library may need
+        # them (_failed).
         self._lock = threading.Lock()
         self._contexts: dict[int, int] = {}
         super().__init__(library, path)
@@ -170,6 +172,8 @@ class CudaDriver(Driver):
         """Repeat a call that failed for lack of a current context with some context; raise for any
         other error."""
         if code == _INVALID_CONTEXT and not self._current():
+            # Any context serves such a call. One of a device in use is taken, so that no other
+            # device is initialised for it.
             device = next(iter(self._contexts), 0)
             with self._on(device):
                 code = getattr(self._c, name)(*arguments)

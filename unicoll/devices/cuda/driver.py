@@ -83,11 +83,8 @@ class _Functions:
             function.argtypes = arguments
             setattr(self, name, function)
 
-    def __getattr__(
-        self,
-        name: str,
-        # Declared for type checkers; __init__ sets all functions.
-    ) -> Callable[..., int]:
+    # This is for type checkers: __init__ sets all functions.
+    def __getattr__(self, name: str) -> Callable[..., int]:
         raise AttributeError(name)
 
 
@@ -188,6 +185,7 @@ class Driver(DeviceRuntime):
         code = self._c.stream_query(stream)
         if code == NOT_READY:
             return False
+        # _failed() may repeat the query with a context, and returns the code of that.
         return code == SUCCESS or self._failed("stream_query", code, stream) == SUCCESS
 
     def capturing(self, stream: int) -> bool:
@@ -235,6 +233,7 @@ class Driver(DeviceRuntime):
     def allocate(self, device: int, nbytes: int) -> int:
         made = c_uint64()
         with self._on(device):
+            # CUDA refuses a size of zero.
             self._call("mem_alloc", byref(made), max(nbytes, 1))
         return made.value
 
@@ -257,7 +256,7 @@ class Driver(DeviceRuntime):
     def device_of(self, ptr: int) -> int:
         query = self._query
         query.values[0] = _UNREGISTERED
-        # HIP writes a bool there.
+        # HIP writes a bool there, one byte only, so the rest has to be zero before.
         query.values[1] = 0
         self._call(
             "pointer_attributes",

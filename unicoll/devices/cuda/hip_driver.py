@@ -114,6 +114,8 @@ def load() -> DeviceRuntime | str:
             continue
         path = FILE.loaded_from(library) or path
         try:
+            # The first file that can be loaded decides, also if it cannot be used: a process must
+            # have one copy of the runtime.
             made = HipDriver(library, path)
             return made if made.device_count() else f"there is no HIP device{_visible()}"
         except DeviceError as e:
@@ -184,6 +186,8 @@ class HipDriver(Driver):
         self._recorded_on[event] = stream
 
     def destroy_event(self, event: int) -> None:
+        # The entry is removed before the event: another thread may get the same handle for a new
+        # event as soon as this one is destroyed.
         self._recorded_on.pop(event, None)
         super().destroy_event(event)
 
@@ -197,6 +201,8 @@ class HipDriver(Driver):
         stream = self._recorded_on.get(event, 0)
         if stream > PER_THREAD_STREAM:
             status = c_int()
+            # An error means that the stream was destroyed. Its work was waited for then, so the
+            # event has completed.
             if self._c.stream_is_capturing(stream, byref(status)):
                 self._forget_code()
                 return True

@@ -18,6 +18,8 @@ def load() -> DeviceRuntime | str:
     if os.environ.get(hip_driver.VARIABLE):
         return hip_driver.load()
     drivers = [cuda_driver.load, hip_driver.load]
+    # Both are tried in either order: torch for ROCm has mapped HIP, but so has an MPI library that
+    # is built for both kinds of devices.
     if hip_driver.FILE.mapped():
         drivers.reverse()
     reasons = []
@@ -26,6 +28,8 @@ def load() -> DeviceRuntime | str:
         if not isinstance(found, str):
             return found
         reasons.append(found)
+    # On a machine without AMD's kernel driver the missing HIP runtime is no reason that helps the
+    # user.
     if not hip_driver.is_expected():
         del reasons[drivers.index(hip_driver.load)]
     return "; ".join(reasons)

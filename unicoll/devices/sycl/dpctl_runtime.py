@@ -53,6 +53,7 @@ class _ForkedChild:
             " start processes with unicoll.spawn, unicoll.run or multiprocessing's 'spawn' method"
         )
 
+    # The queues and handles that it replaces are dictionaries, which are indexed.
     __getitem__ = __getattr__
 
 
@@ -64,7 +65,7 @@ class DpctlRuntime(SyclRuntime):
     is no longer used.
     """
 
-    # Dpctl waits for its own operations only.
+    # The memory of a dropped array is freed at once: dpctl waits for its own operations only.
     frees_in_order = False
 
     def __init__(self, dpctl: Any) -> None:
@@ -76,9 +77,9 @@ class DpctlRuntime(SyclRuntime):
         self._thread = _Thread()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        # By handle.
+        # The queues by their handle.
         self._queues: Any = {}
-        # By queue; different objects for a queue are equal.
+        # The handles by queue. Different objects for one queue are equal.
         self._handles: Any = {}
         self._events: dict[int, _Event] = {}
         self._memory: dict[int, Any] = {}
@@ -102,8 +103,8 @@ class DpctlRuntime(SyclRuntime):
 
     def facts(self, device: int) -> DeviceFacts:
         found = self._devices[device]
-        # dpctl has no unique id of a device, and its number depends on the variables that hide
-        # others
+        # There is no unique id of a device in dpctl. Its number depends on the variables that hide
+        # others, so their values are a part of the name.
         hidden = "/".join(
             os.environ.get(v, "") for v in (self.visible_devices, "ONEAPI_DEVICE_SELECTOR")
         )
@@ -137,6 +138,8 @@ class DpctlRuntime(SyclRuntime):
 
     def _keep(self, queue: Any) -> int:
         with self._lock:
+            # The handle is the address of the queue. The queue is kept with it, or another one
+            # could get the same address.
             handle: int = self._handles.setdefault(queue, queue.addressof_ref())
             self._queues.setdefault(handle, queue)
             return handle
@@ -165,7 +168,8 @@ class DpctlRuntime(SyclRuntime):
             if self._complete(mark):
                 self._marks.pop(stream, None)
                 return True
-            # Dpctl cannot ask a queue; later calls ask this barrier.
+            # There is no query in dpctl for whether a queue is done, so later calls ask this
+            # barrier. A new one for each call would lengthen the queue while a thread polls it.
             self._marks[stream] = mark
             return False
 

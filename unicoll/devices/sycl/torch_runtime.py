@@ -36,15 +36,15 @@ class TorchRuntime(SyclRuntime):
 
     def facts(self, device: int) -> DeviceFacts:
         found = self._xpu.get_device_properties(device)
-        # before torch 2.9 there is no unique id, and the number depends on the variable that hides
-        # others
+        # Before 2.9 torch has no unique id. The number depends on the variable that hides other
+        # devices, so its value is a part of the name.
         uuid = (
             getattr(found, "uuid", None) or f"{device} {os.environ.get(self.visible_devices, '')}"
         )
         return DeviceFacts(found.name, f"GPU-{uuid}", "", found.total_memory, (0, 0))
 
     def peer_access(self, device: int, other: int) -> tuple[bool, bool]:
-        # From torch 2.9 on.
+        # From 2.9 on torch has this function.
         query = getattr(self._xpu, "can_device_access_peer", None)
         return bool(query is not None and query(device, other)), False
 
@@ -53,14 +53,14 @@ class TorchRuntime(SyclRuntime):
 
     def set_device(self, device: int) -> None:
         with errors("torch.xpu.set_device"):
-            # Torch's default.
+            # The device cannot be unset in torch, whose default is device 0.
             self._xpu.set_device(max(0, device))
 
     # --- streams and events ---
 
     def current_stream(self, device: int) -> int:
         """Handle of torch's current stream on a device, for the calling thread."""
-        # the private function is faster than the public one
+        # The private function is faster than the public one.
         handle = self._raw_stream(device) if self._raw_stream is not None else 0
         return handle if handle in self._streams else self._keep(self._xpu.current_stream(device))
 
@@ -74,11 +74,12 @@ class TorchRuntime(SyclRuntime):
             return self._keep(self._xpu.Stream(device, priority=-1 if high_priority else 0))
 
     def destroy_stream(self, stream: int) -> None:
-        # Another user of torch's may have the same one.
+        # A device has a fixed number of streams in torch, which gives them out again and again, so
+        # another user of torch may have the same one.
         pass
 
     def capturing(self, stream: int) -> bool:
-        # From torch 2.10 on.
+        # From 2.10 on torch has this function. It tells only about the current stream.
         query = getattr(self._xpu, "is_current_stream_capturing", None)
         device = self.current_device()
         return (
@@ -123,7 +124,8 @@ class TorchRuntime(SyclRuntime):
             made = self._torch.empty(
                 max(nbytes, 1), dtype=self._torch.uint8, device=f"xpu:{device}"
             )
-            # kernels that used the memory before may still be on the stream
+            # The memory pool of torch is ordered by streams: kernels that used the memory before
+            # may still be on this one. The caller uses the memory on other streams.
             self._xpu.current_stream(device).synchronize()
         return self._hold(made)
 

@@ -129,8 +129,11 @@ class ControlClient:
         self._connection = RelayConnection(rank, key, host_timeout)
         self.send = self._connection.send
         self._thread: threading.Thread | None = None
-        # what this process waits for before it is connected
+        # What this process waits for before it is connected. The thread of the join warnings reads
+        # it.
         self._waits_for = "rank 0 to open its control port"
+        # Departures, failures and reports share this object: a wait for any of them also ends when
+        # the relay has ended, which is a departure.
         self._changed = Changes()
         self._departures = Departures(self._changed)
         self.departed = self._departures.departed
@@ -146,13 +149,17 @@ class ControlClient:
         self.request_reports = self._reports.request_reports
         self._handlers: dict[str, Callable[[Message], None]] = {}
         self._ready = False
-        # True once close() has begun.
+        # True once close() has begun. The end of the connection is then no death of the relay's
+        # process, and no new relay is looked for.
         self._closed = False
+        # This is set at the end of close() only, so that a close that an exception has interrupted
+        # is repeated.
         self._close_done = False
         self._joined: list[int] = []
         # The rank that hosts the relay.
         self._relay_rank = 0
-        # False: no other rank hosts a relay when that rank has ended.
+        # False if no rank replaces the relay when its process ends: not all ranks had joined, this
+        # connection alone was at fault, or no rank could be reached.
         self._takeover_possible = True
         self._standby = Standby(rank, size, key, address, store_ends_with_rank_0, host_timeout)
         self._store_timeout = timedelta(seconds=300)
@@ -193,8 +200,12 @@ class ControlClient:
     ) -> None:
         deadline = time.monotonic() + timeout
         self._store_timeout = store.timeout
+        # The socket exists before the hello, which carries its port: all ranks get that with the
+        # list of processes.
         self._standby.listen()
         if self.rank == 0:
+            # Rank 0 fails here, before its address is in the store, and not once ranks have
+            # connected.
             require_descriptors(self.size, f"rank 0 of {self.size} ranks")
             self._relay = Relay(
                 self.size, self._key, self._address, host_timeout=self._host_timeout
@@ -214,6 +225,9 @@ class ControlClient:
         try:
             sock = self._connect_to_rank_0(store, host, port, deadline)
         except (RankLostError, DistNetworkError) as e:
+            # An earlier job may have left its address in a store that is used again. Rank 0 of this
+            # job then replaces the record, so the error counts only if it does not. A server with
+            # another key is reported at once.
             self._waits_for = (
                 f"a new record of rank 0, since {host}:{port} of the last one does not answer"
             )
@@ -232,7 +246,8 @@ class ControlClient:
     ) -> None:
         """Wait until rank 0 has stored its address; StoreTimeoutError, StaleRendezvousError."""
         while True:
-            # By default it would wait for the store's own timeout.
+            # The wait has the deadline of this call: the store's own timeout may be the user's. It
+            # is cut into short ones while rank 0 may begin another rendezvous.
             left = seconds_left(deadline)
             try:
                 store.wait(["control"], left if replaced is None else min(left, _STALE_CHECK_S))
@@ -245,15 +260,19 @@ class ControlClient:
 
     def _connect_to_rank_0(self, store: Store, host: str, port: int, deadline: float) -> Connection:
         try:
-            # less than rank 0 waits, which then still reads the reason
+            # This is less than rank 0 waits, so rank 0 still reads the reason that is stored below.
             seconds = seconds_left(deadline, 0.1) * 0.9
             return self._connection.connect(host, port, 0, seconds, deadline)
+        # A wrong key is a DistNetworkError, too, but no death of rank 0.
         except AuthenticationError:
             raise
+        # The connection was made, so the process existed, and has broken in the handshake.
         except DistNetworkError as e:
             reason = f"rank 0 ended while rank {self.rank} joined the job: {e}"
             raise RankLostError(f"{self._title}: {reason}", rank=0, op=self._op) from e
         except OSError as e:
+            # The exception of a signal's handler may be an OSError, and says nothing about the
+            # network.
             if raised_by_handler(e):
                 raise
             error = DistNetworkError(
@@ -262,6 +281,8 @@ class ControlClient:
                 f" ({FIREWALL_HINT}), or the address is in another network (UNICOLL_SOCKET_IFNAME"
                 " on rank 0's host selects another interface)"
             )
+            # Rank 0 waits for this rank, and without the reason it could only report a missing rank
+            # at its deadline.
             with suppress(DistError):
                 publish_refusal(store, self.rank, error)
             raise error from e
@@ -288,6 +309,8 @@ class ControlClient:
         replaced: Callable[[], bool] | None,
     ) -> None:
         while not (self._ready or self.departed) and time.monotonic() < deadline:
+            # Rank 0 wakes each second to look into the store, since a rank that cannot reach the
+            # control port can report that only there.
             left = min(_REFUSALS_S, deadline - time.monotonic())
             self._changed.wait_for(lambda: self._ready or self.departed, left)
             if self.rank == 0 and not self._ready:
@@ -299,6 +322,7 @@ class ControlClient:
         if self.departed:
             rank, reason = next(iter(self.departed.items()))
             raise RankLostError(f"{self._title}: {reason}", rank=rank, op=self._op)
+        # Only the relay knows who has joined. Without a reply all ranks count as missing.
         self.send({"t": "joined"})
         self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
         missing = sorted(set(range(self.size)) - set(self._joined))
@@ -340,14 +364,22 @@ class ControlClient:
             how = f"sys.exit({error.code!r})" if error.code else "its program ended"
         elif error is not None:
             failure = f"{type(error).__name__}: {error}".removesuffix(": ")
+        # The goodbye goes out before anything is closed: the relay counts a connection that ends
+        # without one as a death.
         self._connection.leave({"t": "bye", "error": failure[:2000], "how": how[:2000]}, _REPLY_S)
+        # This wakes the control thread if it waits in _await_new_relay().
         with self._changed.lock:
             self._changed.notify_all()
         thread = self._thread
+        # The relay closes the connection once it has read the goodbye, which ends the thread.
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join(_REPLY_S)
+        # The relay closes after that: it announces this rank's departure, and lingers for the
+        # goodbyes of ranks that leave at the same time.
         if self._relay is not None:
             self._relay.close()
+        # If the relay has not closed the connection in time, this ends the read of the control
+        # thread.
         self._connection.interrupt()
         self._standby.close()
         self._close_done = True
@@ -402,17 +434,22 @@ class ControlClient:
     # --- the connection ---------------------------------------------------------------------------
 
     def _receive(self, sock: Connection, hello: Message) -> None:
-        # Receiving meets the error, too.
+        # If the connection has ended already, the first read below meets the error, too, and
+        # records the departure.
         with suppress(OSError):
             self._connection.introduce(sock, hello, self._failures.messages)
         current: Connection | None = sock
         while current is not None:
             self._receive_from(current)
+            # Other threads have no connection from here on, and their messages are dropped.
+            # Failures of groups are not lost: introduce() sends them on the next connection.
             self._connection.disconnect(current)
             if self._closed:
                 break
             current = self._await_new_relay()
         if self._closed:
+            # A takeover may have gone on when close() stopped waiting for this thread, and have
+            # made a relay or a store since.
             self._standby.close()
 
     def _receive_from(self, sock: Connection) -> None:
@@ -432,10 +469,14 @@ class ControlClient:
                     )
         except TamperedError as error:
             reason = f"was disconnected: {error.strerror}"
-            # The other ranks are still connected to the relay.
+            # The relay is alive and the other ranks are still connected to it, so none of them
+            # hosts another one.
             self._takeover_possible = False
+        # After bytes that are not a frame (ValueError) the stream is out of step, so the connection
+        # counts as ended, too.
         except (OSError, EOFError, ValueError):
             pass
+        # The relay closes the connection of a process that leaves, which is no death.
         if not self._closed:
             rank = self._relay_rank
             self._departures.record(rank, f"{self.describe(rank)} {reason}", "died")
@@ -445,6 +486,7 @@ class ControlClient:
     def replacement_store(self) -> Store | None:
         """The store that replaces the job's store, or None if that still exists; waits during a
         takeover."""
+        # The control thread makes the connection to the new relay, and would wait for itself.
         if threading.current_thread() is not self._thread:
             self._changed.wait_for(self.relay_settled, _TAKEOVER_S)
         return self._standby.store
@@ -460,8 +502,8 @@ class ControlClient:
 
     def relay_settled(self) -> bool:
         """True unless this process is about to connect to a new relay."""
-        # Threads of calls use it; the control thread, which makes that connection, would wait for
-        # itself.
+        # Only threads of calls wait for this. The control thread, which makes that connection,
+        # would wait for itself.
         rank = self._relay_rank
         return (
             self._closed
@@ -476,25 +518,35 @@ class ControlClient:
         last = self._relay_rank
         has_left = last in self.left
         with self._changed.lock:
+            # Before all ranks have joined, no rank knows the addresses of the others.
             self._takeover_possible = self._takeover_possible and self._ready
         if has_left and self._takeover_possible:
+            # After a rank has left in order, the others usually leave, too, and need no relay.
             self._changed.wait_for(lambda: self._closed, _LEAVE_S)
-        # how a process ended that is not there any more
+        # This says how a process ended that does not listen any more. While there was no relay
+        # nobody could receive its goodbye, so after an orderly departure it counts as one that has
+        # left.
         how = f"its process ended after rank {last} had left" if has_left else None
         deadline = time.monotonic() + _TAKEOVER_S
         while self._takeover_possible and not self._closed and time.monotonic() < deadline:
+            # All ranks choose the same one if they know the same departures. A rank that knows
+            # fewer is refused by the kernel below, and goes on to the next one.
             rank = min(set(range(self.size)) - self.departed.keys(), default=self.rank)
             try:
                 if rank == self.rank:
                     self._host_relay(how)
                 return self._connect_to_new_relay(rank, self.peers[rank], deadline)
+            # A process listens as long as it is in the job, so the kernel refuses only if it has
+            # ended or left.
             except ConnectionRefusedError:
                 self._departures.record(*departure_of(rank, self.describe(rank), how))
             except Exception as e:
-                # This thread must continue.
+                # Any other error may be temporary. This thread must continue: without it this rank
+                # learns of no loss and no failure.
                 log.debug("the new relay in rank %d cannot be reached: %r", rank, e)
                 time.sleep(_RETRY_S)
         with self._changed.lock:
+            # This ends the waits in replacement_store().
             self._takeover_possible = False
             self._changed.notify_all()
         return None
@@ -508,13 +560,17 @@ class ControlClient:
             in_zone_of(self._address, peer.address), peer.port, rank, _REPLY_S, deadline
         )
         try:
-            # with the failures that the last relay may not have sent to all members
+            # The failures go along: the last relay may have ended before it had sent them to all
+            # members.
             self._connection.introduce(sock, self._hello(), self._failures.messages)
+            # The relay sends what this process lacks, and then its state. All of it is handled
+            # before another thread can learn that there is a new relay.
             while (message := read_frame(sock))["t"] != "state":
                 self._handle(message)
             if message["store"] is not None:
                 address, port = message["store"]
                 self._standby.use_store((str(address), int(port)), self._store_timeout)
+        # The caller tries again, and the relay refuses a rank that is still connected.
         except BaseException:
             self._connection.disconnect(sock)
             raise
@@ -554,8 +610,8 @@ class ControlClient:
 def _await_replacement(replaced: Callable[[], bool] | None, deadline: float) -> bool:
     """True once another rendezvous has begun in the store; False at the deadline, or if the store
     ends."""
-    # On the thread that calls init_process_group, before the control thread exists: nobody else
-    # waits meanwhile.
+    # This runs on the thread that calls init_process_group, before the control thread exists, so
+    # the pauses delay nobody else.
     with suppress(DistError):
         while replaced is not None and time.monotonic() < deadline:
             if replaced():
@@ -566,5 +622,7 @@ def _await_replacement(replaced: Callable[[], bool] | None, deadline: float) -> 
 
 def _host_id(key: bytes) -> str:
     found = host_id(key)
+    # A random identifier equals no other: an unknown host is never taken for another one, and with
+    # UNICOLL_TRANSPORT=tcp the ranks of one host count as ranks of different hosts.
     alone = found == UNKNOWN_HOST or environment.choice("UNICOLL_TRANSPORT") == "tcp"
     return (os.urandom(len(found)) if alone else found).hex()

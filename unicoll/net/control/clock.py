@@ -56,7 +56,10 @@ class ClockOffset:
         sent, clock = float(pong["sent"]), float(pong["clock"])
         error = (received - sent) / 2
         with self._changed.lock:
+            # Replies that are worse than the best one count, too: measure() waits for any of them.
             self._replies += 1
+            # The clocks may have drifted since the best round trip. A longer one replaces it once
+            # the drift may be larger than the difference.
             if 0 <= error <= self._error_at(received):
                 self._seconds = clock - (sent + received) / 2
                 self._error = error

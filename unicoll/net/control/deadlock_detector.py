@@ -68,7 +68,7 @@ class _Check:
         self.number = number
         self.states = states
         self.deadline = deadline
-        # True for the second request.
+        # True in the second request.
         self.last = False
         self.answers: dict[int, Message] = {}
         self.links: dict[int, list[Link]] = {rank: [] for rank in states}
@@ -78,12 +78,16 @@ class _Check:
         for rank, wait in stuck_waits(states, set(states)):
             members = states[rank].members(wait.backend_group)
             if wait.number > 0:
+                # A member that has destroyed the group sends the number of its last collective
+                # there only on this request.
                 for member in self._orders.keys() & set(members):
                     self._orders[member].add(wait.backend_group)
             else:
                 peers = [m for m in members if m != rank] if wait.peer == ANY else [wait.peer]
                 links = self._sends if wait.number == SEND else self._receives
                 links |= {(wait.backend_group, rank, peer) for peer in peers}
+        # Both ends of each connection are asked: what one has sent is compared with what the other
+        # has received.
         asked = self._receives | self._sends
         for link in sorted(asked | {_reverse(link) for link in asked}):
             self.links[link[1]].append(link)
@@ -107,8 +111,11 @@ class _Check:
                 known[link] = MessageState(*answer)
         for link in self._receives:
             receiver, sender = known[link], known[_reverse(link)]
+            # Nothing is in flight if all sent bytes have arrived and are read, and both ends count
+            # the same messages or connections.
             if not (sender.delivered and receiver.read) or sender.outgoing != receiver.incoming:
                 return True
+        # A space of -1 means that a thread of the receiver reads, so that the send ends.
         return any(
             not 0 <= known[_reverse(link)].receive_space < known[link].unsent
             for link in self._sends
@@ -151,8 +158,11 @@ class DeadlockDetector:
         """A message of a rank: "waiting" with its state, or None if it is not blocked; or an
         answer, "confirmed"."""
         check = self._check
-        # The sender counts on it, also if the answer is late.
+        # An answer is stored as a state, also if it is late: its sender takes it for the last state
+        # that it has sent, and sends the next one only if that differs.
         self._store(rank, message["state"])
+        # The call of _store() above ends the check if the state differs from the one that was
+        # analysed.
         if message["t"] == "waiting" or check is None or self._check is not check:
             return
         if message["id"] != check.number or rank not in check.states:
@@ -175,7 +185,9 @@ class DeadlockDetector:
             new = None
         else:
             new = self._states[rank] = parse(state, self._size)
+            # A rank that runs again completes no deadlock, so only new states need an analysis.
             self._changed = self._changed or new != known
+        # A rank of the check has gone on, so the other answers prove nothing any more.
         if self._check is not None and self._check.states.get(rank, new) != new:
             self._check = None
             self._changed = True
@@ -197,10 +209,13 @@ class DeadlockDetector:
         if not self._changed or now < self._next:
             return
         self._changed = False
+        # A rank whose call is about to end, since its group has failed, counts as running.
         stuck = find_stuck(
             {rank: state for rank, state in self._states.items() if not self._ends(state)}
         )
         now, started = self._clock(), now
+        # The pause is five times as long as the analysis: in a large job, too, the relay's thread
+        # has most of its time for messages.
         self._next = now + max(_INTERVAL_S, 5 * (now - started))
         if stuck:
             self._send_requests({rank: self._states[rank] for rank in stuck})
@@ -221,10 +236,12 @@ class DeadlockDetector:
         self._next = self._clock() + _RETRY_S
 
     def _conclude(self, check: _Check) -> None:
+        # A group may have failed since the request was sent.
         if check.messages_in_flight() or any(map(self._ends, check.states.values())):
             self._try_again()
         elif not check.last:
             self._send_requests(check.states)
+            # A send may find that a connection has ended, which ends the check (forget()).
             if self._check is not None:
                 self._check.last = True
         else:
@@ -258,6 +275,8 @@ class DeadlockDetector:
                 groups[group_of(backend_group)].update(states[rank].members(backend_group))
             operations.setdefault(group, wait.number)
         for rank in states:
+            # These calls end now. States that stayed would be found stuck again before the ranks
+            # send new ones.
             self._states.pop(rank, None)
         for group, members in groups.items():
             fields: Message = {"group": group, "rank": ranks[0], "ranks": ranks[:_SHOWN]}

@@ -59,10 +59,12 @@ class Departures:
     def record(self, rank: int, reason: str, manner: str) -> None:
         """``rank`` has ended; the first report of a rank is kept. ``manner`` is that of a
         :data:`Departure`."""
+        # Another process has sent the text, which becomes a part of errors and logs.
         reason = printable_line(reason)
         with self._changed.lock:
             if rank not in self.departed:
                 self.departed[rank] = reason
+                # A rank that failed is in neither set.
                 {"left": self.left, "died": self.died}.get(manner, set()).add(rank)
             self._changed.notify_all()
 
@@ -70,7 +72,8 @@ class Departures:
         """Record the rank of :func:`publish_refusal`, if there is one."""
         found = store.try_get(_REFUSAL)
         if found is not None:
-            # In an open job any process may have stored it.
+            # In an open job any process may have stored the value, so one of another form is
+            # ignored.
             with suppress(ValueError):
                 rank, reason = parse(found, (int, str))
                 self.record(rank, reason, "failed")

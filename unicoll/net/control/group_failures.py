@@ -39,13 +39,15 @@ class GroupFailures:
         self._relay_ended = relay_ended
         self._errors: dict[str, DistError] = {}
         self._messages: dict[str, Message] = {}
-        # Groups whose failure the listeners have.
+        # The groups whose failure the listeners have got; they get each one once.
         self._reported: set[str] = set()
-        # By group and backend.
+        # The functions by group and backend: a group may have several backends.
         self._callbacks: dict[tuple[str, str], Callable[[DistError], None]] = {}
 
     def watch(self, group: str, backend: str, on_failure: Callable[[DistError], None]) -> None:
         """Call ``on_failure`` when the group fails, at once if it has."""
+        # Both steps are under the lock. A failure that arrives now either is found here, or finds
+        # the function there: it is called once.
         with self._changed.lock:
             self._callbacks[group, backend] = on_failure
             failure = self._copy(group)
@@ -80,10 +82,13 @@ class GroupFailures:
             "members": list(members),
             "error": pack_error(error),
         }
+        # The failure is kept before it is sent. A new relay gets it from introduce(), or, if that
+        # has run already, by the message below.
         with self._changed.lock:
             self._messages.setdefault(group, failure)
         self._send(failure)
         announced = self.group_failure(group, _ANNOUNCEMENT_S)
+        # Without an announcement the control thread does not call the listeners.
         if announced is None:
             self._inform_listeners(group, error)
         return announced or error
@@ -100,14 +105,20 @@ class GroupFailures:
             self._inform_listeners(group, error)
             return
         with self._changed.lock:
+            # This replaces the announcement of this rank if another one was first: a new relay must
+            # get the error that the members raise.
             self._messages[group] = message
+        # The listeners come before the error is set, which ends the calls: they may still copy what
+        # these wait in.
         self._inform_listeners(group, error)
         with self._changed.lock:
+            # A new relay sends the failures of the last one again.
             if group in self._errors:
                 return
             self._errors[group] = error
             self._changed.notify_all()
             callbacks = [fn for (watched, _), fn in self._callbacks.items() if watched == group]
+        # The functions are called without the lock, which the threads need that were just woken.
         for callback in callbacks:
             callback(copy.copy(error))
 
@@ -115,6 +126,8 @@ class GroupFailures:
         with self._changed.lock:
             if group in self._reported:
                 return
+            # The name is added before the calls: the control thread and one that announces the
+            # failure may be here at once.
             self._reported.add(group)
         for listener in self.failure_listeners:
             listener(group, error)
@@ -136,6 +149,7 @@ def unpack_error(packed: Message) -> DistError:
 
     Its texts, which another process has sent, are made printable; the lines of the message stay.
     """
+    # Another process has sent the names of the type and of the fields.
     kind = getattr(errors, packed["type"]) if packed["type"] in errors.__all__ else DistError
     error: DistError = kind(printable(str(packed["message"])))
     for name, value in packed["fields"].items():

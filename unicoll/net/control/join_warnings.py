@@ -45,14 +45,16 @@ def warn_while_waiting(
         yield
         return
     first = max(FIRST_S, stall_s / 3)
-    # released at the end; an Event does not survive each exception of a signal handler
-    # (unicoll.process.interrupts)
+    # The lock is released at the end of the block. It stands in for an Event, which does not
+    # survive each exception of a signal handler (unicoll.process.interrupts).
     ended = threading.Lock()
     ended.acquire()
     begun = time.monotonic()
 
     def warn() -> None:
         after = also_after or first
+        # The times count from the beginning, whatever describe() takes. A negative timeout would be
+        # an error, or no limit.
         while not ended.acquire(timeout=max(0.0, begun + after - time.monotonic())):
             if waits_for := describe():
                 text = f"has waited {after:.0f} s for {waits_for}"

@@ -119,7 +119,7 @@ class _Warnings:
     one for each rank."""
 
     def __init__(self) -> None:
-        # The time, and the age of the call.
+        # For each call the time of its last warning, and its age then.
         self._granted: dict[tuple[str, int], tuple[float, float]] = {}
 
     def grant(self, call: str, seq: int, age: float) -> bool:
@@ -138,6 +138,8 @@ class _Warnings:
         at, last = self._granted.get((call, seq), (now, 0.0))
         if age < 2 * last and (seq or now - age < at):
             return False
+        # The call is inserted anew, so the dict is in the order of the warnings, and the oldest are
+        # forgotten.
         self._granted.pop((call, seq), None)
         self._granted[call, seq] = now, age
         while len(self._granted) > _MAX_WARNINGS:
@@ -155,6 +157,8 @@ class Relay(FrameServer):
             answer; None is no limit.
     """
 
+    # Ranks that leave at about the same time as this process still send their goodbyes to this
+    # relay, and look for no other one.
     linger = 0.2
 
     def __init__(
@@ -174,10 +178,12 @@ class Relay(FrameServer):
         self._size = size
         self._connected: dict[int, Client] = {}
         self._members: dict[int, _Member] = {}
-        # The first of each group.
+        # The first failure of each group.
         self._failures: dict[str, dict[str, Any]] = {}
-        # For each rank the time of its last notice of _WAIT_ERRORS.
+        # For each rank the time of its last notice of one of _WAIT_ERRORS.
         self._notified_at: dict[int, float] = {}
+        # Departures that are not announced yet. The thread sends them together, before its next
+        # wait and before any message that it forwards.
         self._unannounced: list[Departure] = []
         self._deadlocks = DeadlockDetector(
             size,
@@ -189,10 +195,12 @@ class Relay(FrameServer):
         self._warnings = _Warnings()
         self._initializing = set(range(size)) - {rank}
         self._initialized_changed = Changes()
+        # The thread uses all of the above, so it starts last.
         self.start()
 
     def connected(self) -> list[int]:
         """The ranks that have joined; any thread."""
+        # The relay's thread may change the dict meanwhile; this copies it in one step of C.
         return sorted(self._connected)
 
     def await_initialized(self, timeout: float) -> None:
@@ -207,6 +215,7 @@ class Relay(FrameServer):
 
     def handle(self, client: Client, message: dict[str, Any]) -> None:
         kind = message["t"]
+        # The other messages need the member that the hello names.
         if client.state is None and kind != "hello":
             raise ValueError(f"{kind!r} before 'hello'")
         if kind == "hello":
@@ -227,6 +236,7 @@ class Relay(FrameServer):
         elif kind == "initialized":
             self._initialized(client.state.rank)
         elif kind == "bye":
+            # The departure is announced when the connection ends.
             client.state.goodbye = {
                 name: printable_line(message[name] or "", _MAX_CHARACTERS)
                 for name in ("error", "how")
@@ -234,7 +244,7 @@ class Relay(FrameServer):
         elif kind == "fail":
             self._fail(message["group"], message["members"], message["error"])
         elif kind == "ping" and self._takeover is None:
-            # Another rank's clock is not rank 0's.
+            # Only rank 0's relay replies, since all offsets are to the clock of rank 0.
             self.send(client, ClockOffset.reply(message))
         elif kind in ("waiting", "confirmed"):
             self._deadlocks.handle(client.state.rank, message)
@@ -269,18 +279,22 @@ class Relay(FrameServer):
             if rank not in inside
             and now - self._notified_at.get(rank, -_NOTICE_INTERVAL_S) >= _NOTICE_INTERVAL_S
         ]
+        # The members have the failure itself, so they count as notified, too.
         self._notified_at.update(dict.fromkeys([*members, *others], now))
         return others
 
     def _register(self, client: Client, member: _Member) -> None:
+        # The hello only claims a rank; client.rank is the one that the handshake has proved.
         if not 0 <= member.rank < self._size or member.rank != client.rank:
             raise ValueError(f"rank {member.rank} of {self._size} from rank {client.rank}")
-        # A process of another job with the same key.
+        # A second process with this rank and the key, for example of another job, does not take the
+        # place of one that is connected.
         if member.rank in self._connected:
             raise ValueError(f"{self._members[member.rank].describe()} is connected already")
         client.state = member
         self._connected[member.rank] = client
         self._members[member.rank] = member
+        # After a takeover all ranks have the list of processes already.
         if self._takeover is not None:
             self._send_state(client, member.rank, self._takeover)
         elif len(self._members) == self._size:
@@ -296,10 +310,13 @@ class Relay(FrameServer):
         departures = takeover.departures
         for start in range(0, len(departures), _MAX_DEPARTURES):
             self.send(client, {"t": "gone", "ranks": departures[start : start + _MAX_DEPARTURES]})
-        # That others have announced before this rank was connected.
+        # These are failures that other ranks have announced to this relay before this rank was
+        # connected.
         for failure in self._failures.values():
             if rank in failure["members"]:
                 self.send(client, failure)
+        # The state comes last: the process reads until it, and then lets its threads use this
+        # relay.
         self.send(client, {"t": "state", "store": takeover.store})
 
     def _check_expected(self, takeover: Takeover) -> None:
@@ -309,6 +326,7 @@ class Relay(FrameServer):
         for rank, info in list(takeover.expected.items()):
             try:
                 host = in_zone_of(self.addresses[0][0], info.address)
+                # Only the kernel answers: a process that hosts no relay accepts nothing there.
                 socket.create_connection((host, info.port), 1.0).close()
             except ConnectionRefusedError:
                 del takeover.expected[rank]
@@ -324,13 +342,16 @@ class Relay(FrameServer):
         self._check_time = end + max(_CHECK_S, end - start)
 
     def _forward(self, ranks: Any, message: dict[str, Any]) -> None:
-        # Before any other message.
+        # Departures that were noticed before a message arrive before it.
         self._announce_departures()
         self._send_all(ranks, message)
 
     def _send_all(self, ranks: Any, message: dict[str, Any]) -> None:
-        # Encoded once for all: the list of processes is long.
+        # The message is encoded once for all ranks: the list of processes is long, and goes to each
+        # of them.
         data = frame(message)
+        # Each receiver would end its connection at such a frame. The error ends only that of the
+        # sender.
         if len(data) > MAX_FRAME:
             raise ValueError(f"a message of {len(data)} bytes, which other ranks would refuse")
         for rank in ranks:
@@ -343,8 +364,10 @@ class Relay(FrameServer):
         if member is None or self._connected.get(member.rank) is not client:
             return
         del self._connected[member.rank]
+        # Rank 0 does not wait for a rank that has ended.
         self._initialized(member.rank)
         self._deadlocks.forget(member.rank)
+        # The departure is not sent from here: this may be in the middle of a message to all ranks.
         self._unannounced.append(member.departure(client.error))
 
     def wait_seconds(self) -> float | None:
@@ -364,12 +387,14 @@ class Relay(FrameServer):
         self._deadlocks.tick()
 
     def _announce_departures(self) -> None:
-        # Sending may detect further ones.
+        # A send may find that another connection has ended, which appends to the list, and removes
+        # a rank from the connected ones.
         while self._unannounced:
             ranks, self._unannounced = (
                 self._unannounced[:_MAX_DEPARTURES],
                 self._unannounced[_MAX_DEPARTURES:],
             )
             if self._takeover is not None:
+                # Ranks that connect to this relay later get these, too.
                 self._takeover.departures.extend(ranks)
             self._send_all(list(self._connected), {"t": "gone", "ranks": ranks})

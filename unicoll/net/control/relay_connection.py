@@ -45,21 +45,27 @@ class RelayConnection:
         self._rank = rank
         self._key = key
         self._host_timeout = host_timeout
+        # A SimpleQueue is written in C. Its put() is reentrant, and an exception leaves no lock of
+        # it held.
         self._outgoing: SimpleQueue[_Outgoing] = SimpleQueue()
-        # True while there is a thread that sends.
+        # True while the thread that sends runs; leave() waits for its end.
         self._sends = False
         self._left = Changes()
-        # held while sending, by the control thread and the one that only sends
+        # This is held while sending and while the connection is replaced, by the control thread and
+        # the one that only sends. No handler of a signal runs on these.
         self._sending = threading.Lock()
-        # Held shortly; taken after the other one.
+        # This is held for a shutdown or a close only, so that no thread shuts down a descriptor
+        # that another one has closed. Whoever needs both locks takes this one last.
         self._closing = threading.Lock()
         self._sock: Connection | None = None
         self._connecting: socket.socket | None = None
-        # The frame with which this process leaves the job.
+        # The frame with which this process leaves the job; introduce() sends it on a connection
+        # that was not made yet.
         self._goodbye: bytes | None = None
 
     def start(self) -> None:
         """Start the thread that sends; it ends after :meth:`leave`."""
+        # This comes before the thread runs, which sets it to False at its end.
         self._sends = True
         threading.Thread(target=self._send_queued, name="unicoll-control-send", daemon=True).start()
 
@@ -80,6 +86,7 @@ class RelayConnection:
             DistNetworkError: the connection has ended during the handshake.
         """
         bare = guard(socket.create_connection((host, port), timeout))
+        # From here on leave() can end the handshake (_stop_connecting()).
         self._connecting = bare
         try:
             bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -96,6 +103,8 @@ class RelayConnection:
                 address=address,
             )
         except BaseException:
+            # The lock keeps a shutdown by the thread that leaves from a new socket with the same
+            # descriptor.
             with self._closing:
                 self._connecting = None
                 bare.close()
@@ -117,7 +126,7 @@ class RelayConnection:
             for message in (hello, *failures()):
                 sock.sendall(frame(message))
             self._sock = sock
-            # This process has left while there was no connection.
+            # This process has left while there was no connection to send the goodbye on.
             if self._goodbye is not None:
                 sock.sendall(self._goodbye)
                 sock.shutdown(socket.SHUT_WR)
@@ -131,6 +140,8 @@ class RelayConnection:
 
     def send_and_wait(self, message: Message, timeout: float) -> None:
         """:meth:`send`, and wait until that is done, ``timeout`` seconds at most."""
+        # This lock stands in for an Event, which an exception may leave unusable
+        # (unicoll.process.interrupts).
         sent = threading.Lock()
         sent.acquire()
         self._outgoing.put(_Outgoing(frame(message), sent))
@@ -150,6 +161,8 @@ class RelayConnection:
         while not last:
             data, sent, last = self._outgoing.get()
             with self._sending:
+                # The lock is the one that introduce() takes: either that finds the goodbye, or the
+                # connection that it has made is used here.
                 if last:
                     self._goodbye = data
                     self._stop_connecting()
@@ -166,11 +179,12 @@ class RelayConnection:
         try:
             self._sock.sendall(data)
             if last:
-                # The relay closes its end once it has read everything.
+                # Only the direction to the relay is closed. The relay closes the other one once it
+                # has read everything, and that ends the read of the control thread.
                 self._sock.shutdown(socket.SHUT_WR)
         except Exception:
-            # the control thread sees that the connection has ended: its relay's process, if nothing
-            # else has happened
+            # The control thread, which reads, sees that the connection has ended, and records that
+            # the relay's process has.
             self.interrupt()
 
     def _stop_connecting(self) -> None:
@@ -185,7 +199,8 @@ class RelayConnection:
         use for this one.
         """
         with suppress(OSError):
-            # A thread that waits to send gets an error.
+            # The shutdown comes first and without the locks: a thread that waits in a send holds
+            # one of them, and gets an error now.
             sock.shutdown(socket.SHUT_RDWR)
         with self._sending, self._closing:
             self._sock = None

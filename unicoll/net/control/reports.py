@@ -38,9 +38,9 @@ class Reports:
         self._changed = changed
         self._send = send
         self._relay_ended = relay_ended
-        # By group and backend.
+        # The functions that give the reports, by group and backend.
         self._sources: dict[tuple[str, str], Callable[[], Report]] = {}
-        # By request and rank.
+        # The reports of the requests in progress, by request and rank.
         self._received: dict[int, dict[int, Report]] = {}
         self._last_request = 0
 
@@ -64,6 +64,8 @@ class Reports:
             request = self._last_request
         asked = {"t": "ask", "group": group, "backend": backend, "to": sorted(wanted)}
         try:
+            # The `try` that removes the entry encloses this, since an exception of a handler may
+            # come after any call.
             self._received[request] = reports
             self._send({**asked, "from": self._rank, "id": request})
             self._changed.wait_for(
@@ -77,6 +79,7 @@ class Reports:
     def answer(self, message: Message) -> None:
         """Another rank requests this one's report."""
         source = self._sources.get((message["group"], message["backend"]))
+        # A reply without a report saves the other rank the rest of its wait.
         report = source() if source is not None else {"unknown": True}
         told = {"t": "tell", "to": [message["from"]], "from": self._rank}
         self._send({**told, "id": message["id"], "report": report})
@@ -84,6 +87,7 @@ class Reports:
     def receive(self, message: Message) -> None:
         """A report that this process has requested."""
         with self._changed.lock:
+            # There is no entry for a late reply, of which the request is over.
             reports = self._received.get(message["id"])
             if reports is not None:
                 reports[message["from"]] = printable_values(message["report"])

@@ -74,10 +74,12 @@ class Standby:
         """
         from unicoll.net.stores.tcp import TCPStore
 
+        # The relay owns the socket from now on, and a repeated call finds none.
         listener, self._listener = self._listener, None
         if listener is None:
             return
         address = None
+        # The store comes before the relay, which sends its address to each rank that connects.
         if self._store_ends_with_rank_0:
             secret = Secret(self._key, "the job")
             self._served = TCPStore(
@@ -99,13 +101,14 @@ class Standby:
         from unicoll.net.stores.signed import SignedStore
         from unicoll.net.stores.tcp import TCPStore
 
+        # The store of the last relay has ended with its process.
         used, self._used = self._used, None
         if used is not None:
             used.close()
         host, port = in_zone_of(self._host, address[0]), address[1]
         secret = Secret(self._key, "the job")
-        # The calling thread detects lost ranks. It must not wait here for a process that has ended
-        # in the meantime.
+        # This is the control thread, which detects lost ranks. It must not retry here for a process
+        # that has ended in the meantime.
         self._used = TCPStore(
             host, port, None, False, _STORE_TIMEOUT, False, secret=secret, retry=False
         )
@@ -117,7 +120,8 @@ class Standby:
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
-        # by any thread, so an interrupted close is repeated from its beginning
+        # Any thread may close this and be interrupted. The attributes stay, so a repeated close
+        # begins again.
         for owned in (self._used, self._relay, self._served):
             if owned is not None:
                 owned.close()

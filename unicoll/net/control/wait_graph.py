@@ -137,6 +137,8 @@ def parse(message: Any, size: int) -> State:
         str(backend_group): tuple((int(a), int(n), int(s)) for a, n, s in ranges)
         for backend_group, ranges in message["groups"].items()
     }
+    # The sizes are checked before the ranges are expanded: a short message could name any number of
+    # ranks. A negative count must not make room for others.
     for ranges in groups.values():
         if sum(max(1, count) for _, count, _ in ranges) > size:
             raise ValueError("a group that is larger than the world")
@@ -149,6 +151,8 @@ def _blockers(states: Mapping[int, State], rank: int, wait: Wait) -> tuple[set[i
     """The blocked ranks that could end a wait, and True if all of them, together with no other
     rank, are needed."""
     members = states[rank].members(wait.backend_group)
+    # A collective stays stuck as long as one of these ranks is, since it needs all of them. A
+    # message can come from any of its senders, so one that is not blocked frees the wait.
     if wait.number > 0:
         return {
             m
@@ -166,16 +170,20 @@ def find_stuck(states: Mapping[int, State]) -> set[int]:
     Messages count as if nothing of them were in flight, which the caller checks.
     """
     keys: dict[Any, tuple[set[int], bool]] = {}
-    # Operation -> ranks, one entry for each waiting thread.
+    # For each operation the ranks in it, with one entry for each waiting thread.
     waiting: dict[Any, list[int]] = defaultdict(list)
-    # Rank -> operations that it could end.
+    # For each rank the operations that it could end.
     blocking: dict[int, list[Any]] = defaultdict(list)
+    # All blocked ranks are candidates. A wait without blockers ends: its rank is removed, and
+    # blocks no other wait any more. What remains is the largest set.
     stuck = set(states)
     freed: list[Any] = []
     for rank, state in states.items():
         for wait in state.waits:
             key: Any = (wait.backend_group, wait.number) if wait.number > 0 else (*wait[:3], rank)
             waiting[key].append(rank)
+            # The members of a group that wait in one collective share an entry, whose blockers are
+            # found once.
             if key in keys:
                 continue
             keys[key] = ranks, _ = _blockers(states, rank, wait)
@@ -211,6 +219,7 @@ def find_cycle(states: Mapping[int, State], stuck: set[int]) -> list[Edge]:
     path: dict[int, Edge] = {}
     rank = min(stuck)
     while rank not in path:
+        # Any wait will do: each one of a stuck rank has a blocker that is stuck.
         wait = states[rank].waits[0]
         blocker = min(_blockers(states, rank, wait)[0] & stuck)
         path[rank] = Edge(rank, wait, blocker)

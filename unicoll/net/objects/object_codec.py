@@ -46,6 +46,7 @@ def dumps(obj: object, allow_pickle: bool) -> bytes:
     """
     if allow_pickle:
         try:
+            # The pickle is written behind the tag at once: to join the two would copy a large one.
             pickled = BytesIO()
             pickled.write(_PICKLED)
             pickle.dump(obj, pickled, protocol=pickle.HIGHEST_PROTOCOL)
@@ -80,6 +81,7 @@ def loads(data: Bytes, allow_pickle: bool) -> Any:
     view = view.cast("B")
     kind = view[0]
     if kind == PICKLED:
+        # The permission of the sender is not that of this process.
         if not allow_pickle:
             raise PickleRefusedError(
                 f"received a pickled object of {len(view) - 1} bytes. {HOW_TO_ALLOW}"

@@ -49,7 +49,8 @@ class Reader:
     def read(self, depth: int) -> Any:
         at = self.at
         if at >= self._end:
-            # Raises; where it would not, the steps of it here are faster than a call.
+            # This raises. Where it would not, its steps are written out here, which is faster than
+            # a call.
             self._advance(1)
         self.at = at + 1
         read = _READERS.get(self.view[at])
@@ -60,7 +61,7 @@ class Reader:
     def read_int(self, depth: int) -> int:
         at = self.at
         if at + 8 > self._end:
-            # Raises.
+            # This raises.
             self._advance(8)
         self.at = at + 8
         value: int = _UNPACK_INT(self.view, at)[0]
@@ -73,7 +74,7 @@ class Reader:
     def read_float(self, depth: int) -> float:
         at = self.at
         if at + 8 > self._end:
-            # Raises.
+            # This raises.
             self._advance(8)
         self.at = at + 8
         value: float = _UNPACK_FLOAT(self.view, at)[0]
@@ -97,6 +98,7 @@ class Reader:
         return self._add_shared(bytearray(self._body()))
 
     def read_list(self, depth: int) -> list[Any]:
+        # The list is numbered before its items, which may refer to it.
         result: list[Any] = self._add_shared([])
         for _ in range(self._count(depth)):
             result.append(self.read(depth + 1))
@@ -122,6 +124,7 @@ class Reader:
         return result
 
     def read_tuple(self, depth: int) -> tuple[Any, ...]:
+        # A tuple exists only once its items do, so it is numbered after them, as in the writer.
         return self._add_shared_frozen(
             tuple([self.read(depth + 1) for _ in range(self._count(depth))])
         )
@@ -144,6 +147,8 @@ class Reader:
         if number >= len(self._shared):
             self.fail(f"reference to value {number} of {len(self._shared)}")
         obj = self._shared[number]
+        # The writer makes no such reference. Each one would have the items hashed again, and nested
+        # ones exponentially often.
         if self._hashed_depth and isinstance(obj, (tuple, frozenset)):
             self.fail("a reference to a container inside a key")
         return obj
@@ -173,7 +178,7 @@ class Reader:
             if end <= self._end:
                 self.at = end
                 return self.view[start:end]
-        # Raises.
+        # This raises, in one of the two calls.
         return self._read_bytes(self._length())
 
     def _count(self, depth: int) -> int:
@@ -204,8 +209,10 @@ class Reader:
 
     def _elements(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         raw = np.frombuffer(self._read_bytes(count * dtype.itemsize), np.uint8)
+        # NumPy relies on it that a bool is 0 or 1.
         if dtype.kind == "b" and raw.size and raw.max() > 1:
             self.fail("a bool that is neither 0 nor 1")
+        # A copy can be written to, and does not keep the whole message alive.
         elements: NDArray[Any] = raw.copy().view(dtype)
         return elements
 

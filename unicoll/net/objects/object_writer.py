@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _FIRST = bytes((TYPED,))
-# With the tag.
+# These pack the tag and the value together.
 _PACK_INT, _PACK_FLOAT, _PACK_LENGTH = [struct.Struct(f"<c{code}").pack for code in "qdQ"]
 
 
@@ -39,11 +39,11 @@ class Writer:
         self._numbers: dict[
             int,
             int,
-            # Id -> number; the root object keeps all objects, and so the ids, alive.
+            # By id: the object that is being written keeps all others, and so their ids, alive.
         ] = {}
-        # Tuples and frozensets being written: not yet numbered.
+        # The tuples and frozensets that are being written, and are not numbered yet.
         self._unfinished: set[int] = set()
-        # Number of enclosing keys and set items.
+        # The number of enclosing keys and items of sets.
         self._hashed_depth = 0
 
     def write(self, obj: Any, depth: int) -> None:
@@ -133,6 +133,7 @@ class Writer:
 
     def write_scalar(self, obj: np.generic, depth: int) -> None:
         dtype = obj.dtype
+        # A subclass of a scalar type would come back as the type itself.
         if not is_plain_dtype(dtype) or np.dtype(dtype.str).type is not type(obj):
             raise NotPlainError(type_name(obj))
         self.parts += (b"n", _dtype_field(dtype), obj.tobytes())

@@ -51,9 +51,10 @@ def parse(text: bytes | str, kind: Any = object, most: int = MAX_SIZE) -> Any:
     """
     if len(text) > most:
         raise ValueError(f"it has {len(text)} bytes, the maximum is {most}")
-    # json.loads guesses the encoding of bytes
+    # The text is decoded here, since json.loads() guesses the encoding of bytes.
     decoded = text.decode() if isinstance(text, bytes) else text
     try:
+        # By itself json accepts NaN and Infinity, and reads 1e999 as infinity.
         value = json.loads(decoded, parse_constant=_refuse, parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -73,6 +74,7 @@ def read_json(path: str, directory: int | None = None) -> Any:
         ValueError: it is not JSON, or nested too deeply.
     """
     with open(path, "rb", opener=partial(_open_at_once, directory)) as file:
+        # The check is of the open file, which no other one can replace. A device may have no end.
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", path)
@@ -80,6 +82,7 @@ def read_json(path: str, directory: int | None = None) -> Any:
             raise OSError(
                 errno.EFBIG, f"it has {found.st_size} bytes, the maximum is {MAX_FILE}", path
             )
+        # The file may have grown since.
         text = file.read(MAX_FILE)
     return parse(text, most=MAX_FILE)
 
@@ -102,6 +105,7 @@ def foreign_value(key: str, error: Exception) -> DistStoreError:
 
 
 def _open_at_once(directory: int | None, path: str, flags: int) -> int:
+    # Otherwise the open of a FIFO waits until another process writes to it.
     return os.open(path, flags | os.O_NONBLOCK, dir_fd=directory)
 
 

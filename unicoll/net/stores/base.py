@@ -159,7 +159,7 @@ class Store(ABC):
             self.wait([opened], timeout)
         except StoreTimeoutError as error:
             count = self.add(arrived, 0)
-            # Else the last one has come just now.
+            # If nobody is missing now, the last caller came just as the time was up.
             if count < world_size:
                 raise StoreTimeoutError(
                     f"barrier {key!r} of {self!r}: {count} of {world_size} callers had come when"
@@ -295,6 +295,7 @@ class PrefixStore(Store):
         return self._store.get(self._full_key(key, "get"))
 
     def try_get(self, key: str) -> bytes | None:
+        # The underlying store may be another library's, which need not have this method.
         if hasattr(self._store, "try_get"):
             return self._store.try_get(self._full_key(key, "try_get"))
         return super().try_get(key)
@@ -309,6 +310,7 @@ class PrefixStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         full = self._full_keys(keys, "wait")
+        # The methods of torch's stores take a timedelta or no argument, but not None.
         if timeout is None:
             self._store.wait(full)
         else:

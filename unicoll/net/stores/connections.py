@@ -57,9 +57,10 @@ class ConnectionPool:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        # None for a connection that is idle.
+        # The user of each connection; None if it is idle.
         self._users: dict[Connection, object | None] = {}
-        # Else a shutdown could reach a new socket with the same descriptor.
+        # This is held for a close or shutdown: otherwise the shutdown of one thread could reach a
+        # new socket with the descriptor that another one has just closed.
         self._lock = threading.RLock()
 
     def connect(self, deadline: float, retry: bool = True) -> None:
@@ -93,7 +94,8 @@ class ConnectionPool:
                     raise
             except DistNetworkError as error:
                 silent_since = None
-                # A late attempt fails by the deadline, not by the server.
+                # A late attempt fails by the deadline, not by the server, so its error does not
+                # replace that of an earlier one.
                 if cause is None or not late:
                     cause = error
                 if not retry or time.monotonic() >= deadline:
@@ -104,11 +106,15 @@ class ConnectionPool:
                         " process that hosts it running there, and the address the same"
                         " everywhere?"
                     ) from error
+            # The pause is random, so that clients which were started together do not all come at
+            # once.
             time.sleep(min(next(pauses) * random.uniform(0.5, 1.0), seconds_left(deadline)))
 
     def acquire(self, user: object) -> Connection:
         """A connection for one request of ``user``; :meth:`release` it afterwards, after an error
         :meth:`discard`."""
+        # The parent's connections are closed in the child (fork_safety), and a thread that does not
+        # exist here may have held the lock at the fork.
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
@@ -121,6 +127,7 @@ class ConnectionPool:
     def release(self, sock: Connection) -> None:
         """Returns a connection to the pool."""
         self._users[sock] = None
+        # This connection was in use when close() closed the idle ones.
         if self.closed:
             self.close()
 
@@ -133,6 +140,7 @@ class ConnectionPool:
 
     def close(self) -> None:
         """Closes all connections; a request in progress in another thread fails."""
+        # This comes first, so that release() closes what is returned from now on.
         self.closed = True
         if self._pid != os.getpid():
             self._reset()
@@ -140,6 +148,7 @@ class ConnectionPool:
         with self._lock:
             for sock in self._users:
                 with suppress(OSError):
+                    # The thread that uses the connection wakes with an error, and closes it.
                     sock.shutdown(socket.SHUT_RDWR)
 
     def _connect(self, deadline: float, user: object | None) -> Connection:
@@ -158,6 +167,7 @@ class ConnectionPool:
                 try:
                     return self._open(family, kind, protocol, address, deadline, user)
                 except AuthenticationError as error:
+                    # Another address of the name may be the right server.
                     refused = error
                 except (OSError, DistNetworkError) as error:
                     if raised_by_handler(error):
@@ -186,13 +196,18 @@ class ConnectionPool:
                 raise ConnectionRefusedError("connection refused")
             keep_alive(sock)
             connection, private = authenticate(sock, self.secret.key, PURPOSE, deadline)
+            # The question comes after the handshake: the kernel knows no user of the other end
+            # before the server has accepted.
             private = private and (bool(self.secret.key) or peer_credentials.is_same_user(sock))
             if self.private is None:
                 self.private = private
+            # What was read over the first connection counts as written by this user.
             elif self.private and not private:
                 raise AuthenticationError(
                     f"the store server at {self.address} is no longer this user's own"
                 )
+            # The `try` encloses this: an exception after it closes the socket, and discard() drops
+            # the entry.
             with self._lock:
                 self._users[connection] = user
         except BaseException:

@@ -45,7 +45,9 @@ class FileStore(RequestStore):
             )
         path = os.path.abspath(file_name)
         self._attach(path, world_size)
+        # The last user of an earlier store may remove the file between the open and the lock.
         while world_size > 0 and not self._log.add_user():
+            # The handle is not closed, which would count it as a user that has left.
             self._finalizer.detach()
             file_log.close_log(self._log)
             self._attach(path, world_size)
@@ -71,13 +73,15 @@ class FileStore(RequestStore):
         self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str
     ) -> Sequence[bytes]:
         if self._pid != os.getpid():
-            # A forked child opens the file itself: the locks and descriptors are its parent's.
+            # A forked child opens the file itself, since the locks and descriptors are its
+            # parent's. It is no user of its own: that is the parent.
             if self._finalizer.detach() is None:
                 raise self._closed_error(name)
             self._attach(self._path, -1)
         record = self._pack(op, fields, 0.0, name)
         deadline = time.monotonic() + seconds
         pauses = backoff(*_POLL_PAUSES)
+        # Another thread may close the store while this one sleeps.
         while self._finalizer.alive:
             try:
                 return self._log.execute(op, fields, record)
@@ -110,6 +114,7 @@ class FileStore(RequestStore):
 
 
 def _close_handle(log: FileLog, world_size: int, pid: int) -> None:
+    # This is the copy of a handle in a child that has not used it.
     if pid != os.getpid():
         return
     try:

@@ -62,14 +62,19 @@ class FileLog:
         self.identity = identity
         self.handles = 0
         self._fd = fd
+        # This is no Lock, although _with_lock() does not let a thread take it twice: release() of
+        # an RLock raises an error in a thread that does not hold it, where that of a Lock would
+        # release the lock of another thread.
         self._thread_lock = threading.RLock()
-        # The thread that has the locks.
+        # The thread that has the locks: a signal's handler on it may not use the file in the middle
+        # of an operation.
         self._holder: int | None = None
         self._max_value = max_value()
         self._max_file_size = _MAX_LARGEST_REQUESTS * max_request(self._max_value)
         self._replay_from_start()
 
     def _replay_from_start(self) -> None:
+        # After an exception before the end the next operation begins here again.
         self._in_doubt = True
         self._table = Table()
         self._offset = 0
@@ -95,6 +100,8 @@ class FileLog:
 
         def run() -> bool:
             self._replay_new_records()
+            # The last user removes the file under the lock, too, so the answer stays true until the
+            # count is written.
             if not self.is_current():
                 return False
             self._count(_JOINED, 1)
@@ -118,11 +125,14 @@ class FileLog:
         the lock."""
         self._in_doubt = True
         try:
+            # The table comes first: only it shows whether the operation is possible, and changes a
+            # key. Until the record is written, the two differ.
             reply = self._table.apply(op, fields)
             if self._table.changed_keys:
                 self._append(record)
         except (WaitRequired, DistStoreError):
-            # Nothing was changed.
+            # The table raises these errors before it changes anything. If the write has failed,
+            # _append() has discarded the table.
             self._in_doubt = False
             raise
         self._table.changed_keys.clear()
@@ -181,22 +191,27 @@ class FileLog:
                 self._lock_file(fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, deadline)
                 return run()
             finally:
+                # This has no effect if the lock was not taken.
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
         finally:
+            # This comes before the release, after which the holder may be another thread.
             if self._holder == me:
                 self._holder = None
             try:
                 self._thread_lock.release()
             except RuntimeError:
-                # It was not acquired.
+                # This thread has not acquired it.
                 pass
 
     def _lock_file(self, kind: int, deadline: float) -> None:
         pauses = backoff(*_LOCK_PAUSES)
         while True:
             try:
+                # The lock is polled: a wait for it in the kernel has no timeout, and a stopped
+                # process may hold it.
                 fcntl.lockf(self._fd, kind | fcntl.LOCK_NB)
                 return
+            # Some systems say EACCES, in place of EAGAIN, if another process has the lock.
             except (BlockingIOError, PermissionError):
                 if time.monotonic() >= deadline:
                     raise self._lock_timeout_error(
@@ -235,6 +250,7 @@ class FileLog:
                 raise DistStoreError(
                     f"{self.path} is not a file of a FileStore; it was not changed"
                 )
+            # A killed process has left a part of the line. The next writer writes all of it.
             if len(line) < len(FIRST_LINE):
                 return
             self._offset = len(FIRST_LINE)
@@ -244,9 +260,11 @@ class FileLog:
         while (left := size - self._offset) > 0:
             done = self._replay(memoryview(self._read(min(left, chunk))))
             if not done and chunk >= left:
-                # The last record is not complete.
+                # The last record is not complete, since its writer was killed. The next writer
+                # truncates it.
                 break
             self._offset += done
+            # Without a complete record the chunk is smaller than the next record.
             chunk = _CHUNK_SIZE if done else 2 * chunk
         self._in_doubt = False
 
@@ -305,12 +323,13 @@ class FileLog:
         try:
             os.ftruncate(self._fd, self._offset)
         except OSError:
-            # Readers ignore incomplete records, so also this one.
+            # Readers ignore incomplete records, and so this one.
             pass
         # The table has a change that is not in the file.
         self._replay_from_start()
 
 
+# The lock is reentrant: the garbage collector may close one store while another one is opened.
 _registry_lock = threading.RLock()
 _logs: dict[tuple[int, int], FileLog] = {}
 
@@ -323,6 +342,8 @@ def open_log(path: str) -> FileLog:
     """
     with _registry_lock:
         try:
+            # The registry is by file, not by path: a second descriptor of the same file would, when
+            # it is closed, release the locks of the first one.
             found = os.lstat(path)
             log = _logs.get((found.st_dev, found.st_ino))
         except OSError:
@@ -371,6 +392,7 @@ def close_log(log: FileLog) -> None:
 @in_child
 def _clear_in_child() -> None:
     global _registry_lock
+    # A thread of the parent may have held it at the fork.
     _registry_lock = threading.RLock()
     for log in _logs.values():
         log.close_in_child()

@@ -47,6 +47,7 @@ class HashStore(RequestStore):
 
         def done() -> bool:
             nonlocal waited, missing, reply
+            # A close() of this handle, by another thread, ends the wait.
             if self._shared is None:
                 raise self._closed_error(name)
             try:
@@ -66,7 +67,8 @@ class HashStore(RequestStore):
         try:
             return shared.table.apply(op, fields, waited)
         finally:
-            # An exception of a signal's handler may come after the change.
+            # This is in a `finally`: an exception of a signal's handler may come after the change,
+            # and the threads that wait for the key would not be woken.
             if shared.table.changed_keys:
                 shared.table.changed_keys.clear()
                 shared.changes.notify_all()
@@ -82,6 +84,7 @@ class HashStore(RequestStore):
         """Closes this handle; its clones stay open."""
         shared, self._shared = self._shared, None
         if shared is not None and shared.pid == os.getpid():
+            # With the lock no thread is between its look at the handle and its wait.
             with shared.changes.lock:
                 shared.changes.notify_all()
 

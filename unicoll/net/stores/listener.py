@@ -22,7 +22,7 @@ _PORT_TRIES = 20
 
 log = logs.logger("store")
 
-# Reentrant: the garbage collector may close one store while another one is created.
+# The lock is reentrant: the garbage collector may close one store while another one is created.
 _lock = threading.RLock()
 _servers: dict[tuple[tuple[str, ...], int], StoreServer] = {}
 
@@ -63,6 +63,8 @@ def acquire_server(
         _remove_ended()
         running = _servers.get((addresses, port)) if port and listen_fd is None else None
         if running is not None and running.attach(multi_tenant):
+            # The secrets are compared after attach(), without which a server that lingers could end
+            # in the meantime.
             if running.secret.key != secret.key:
                 release_server(running, linger=True)
                 raise DistArgumentError(
@@ -113,6 +115,7 @@ def _listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
                 try:
                     listeners.append(_listen_at(address, chosen))
                 except OSError as error:
+                    # A host without IPv6 serves localhost at 127.0.0.1 only.
                     if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and listeners:
                         continue
                     raise
@@ -144,6 +147,7 @@ def _listen_at(address: str, port: int) -> socket.socket:
         try:
             return listen("::", port, reuse=True, dual_stack=True, backlog=_BACKLOG)
         except OSError as error:
+            # Any other error may mean that IPv6 is turned off here.
             if error.errno == errno.EADDRINUSE:
                 raise
     return listen("0.0.0.0", port, reuse=True, backlog=_BACKLOG)
@@ -157,6 +161,7 @@ def _from_descriptor(fd: int, port: int) -> socket.socket:
             f"master_listen_fd={fd} is not a socket: {error.strerror or error}"
         ) from error
     try:
+        # Children of this process must not keep the port in use.
         listener.set_inheritable(False)
         listener.listen(_BACKLOG)
         actual = listener.getsockname()[1]

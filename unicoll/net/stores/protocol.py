@@ -23,6 +23,7 @@ _LENGTH = struct.Struct("<I")
 
 MAX_KEY = 64 * 1024
 MAX_NUMBER = 40
+# The thread of the server calls int() on these fields; this is what int() accepts without an error.
 _NUMBER = re.compile(rb"-?[0-9]+")
 
 
@@ -179,6 +180,7 @@ def validate_reply(op: StoreOp, status: int, fields: Sequence[bytes], request_fi
     if (
         kinds == "n"
         and status == Status.OK
+        # A sum may have one digit more than the longer of its parts.
         and not (len(fields[0]) <= MAX_NUMBER + 1 and _NUMBER.fullmatch(fields[0]))
     ):
         raise MalformedError(f"a reply to {op.name} that is not a number")

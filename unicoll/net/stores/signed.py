@@ -22,6 +22,7 @@ class SignedStore(PrefixStore):
     """
 
     def __init__(self, view: PrefixStore, key: bytes) -> None:
+        # What is not signed goes to the underlying store directly, with the same prefix.
         super().__init__(view._prefix, view.underlying_store)
         self._view = view
         self._key = key
@@ -29,6 +30,8 @@ class SignedStore(PrefixStore):
     def _sign(self, key: str, value: Value) -> bytes:
         data = as_bytes(value, "set")
         name = self._full_key(key, "set").encode("utf-8", "surrogateescape")
+        # The length separates the name from the value: no part of one can count as part of the
+        # other.
         signed = b"%d %s %s" % (len(name), name, data)
         return hmac.digest(self._key, signed, "sha256").hex().encode() + data
 
@@ -64,6 +67,7 @@ class SignedStore(PrefixStore):
         )
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        # An empty expected value stands for an absent key, which has no signature.
         expected = self._sign(key, expected_value) if expected_value else expected_value
         found = self._view.compare_set(key, expected, self._sign(key, desired_value))
         return self._verify(key, found) if found else found

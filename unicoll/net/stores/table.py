@@ -42,8 +42,8 @@ class Table:
         self._max_value = max_value()
         self._values: dict[bytes, bytes | bytearray] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
-        # for each queue: how many values have been pushed since it was empty that have not ended a
-        # WAIT
+        # For each queue: how many values have been pushed, since it was empty, that have not ended
+        # a WAIT.
         self._wakes: dict[bytes, int] = {}
         self._operations: dict[StoreOp, Callable[[Fields], Fields]] = {
             op: getattr(self, f"_{op.name.lower()}") for op in StoreOp
@@ -67,6 +67,7 @@ class Table:
         return self._operations[op](fields)
 
     def _put(self, key: bytes, value: bytes) -> None:
+        # An exception can come only after the call: then both are done.
         self._values[key] = value
         self.changed_keys.append(key)
 
@@ -102,6 +103,7 @@ class Table:
     def _add(self, fields: Fields) -> Fields:
         key, amount = fields
         total = b"%d" % (self._number(key) + int(amount))
+        # A number that is read by adding 0 writes no record to a file, and wakes nobody.
         if self._values.get(key) != total:
             self._put(key, total)
         return (total,)
@@ -154,6 +156,7 @@ class Table:
                 f" {len(current)}, would exceed the limit of {self._max_value}"
                 " (UNICOLL_STORE_MAX_VALUE)"
             )
+        # A bytearray grows in place, so many appends do not copy the value each time.
         if not isinstance(current, bytearray):
             current = self._values[key] = bytearray(current)
         current += value
@@ -175,10 +178,12 @@ class Table:
         key, value = fields
         queue = self._queues.get(key)
         if queue is None:
+            # The call comes before the changes, which no exception can separate.
             new = deque((value,))
             self._wakes[key] = 1
             self._queues[key] = new
         else:
+            # An exception can come only after append(): then both are done.
             self._wakes[key] += 1
             queue.append(value)
         self.changed_keys.append(key)
@@ -196,6 +201,7 @@ class Table:
         if queue is None:
             return ()
         value = queue[0]
+        # An empty queue does not exist: WAIT and CHECK only look for the key.
         if len(queue) > 1:
             queue.popleft()
         else:

@@ -108,6 +108,7 @@ class TCPStore(RequestStore):
             server = acquire_server(addresses, port, secret, multi_tenant, master_listen_fd)
             port = server.port
             hosts = connect_addresses(addresses)
+        # The server has an owner before anything can fail, so that close() releases it.
         self._attach(ConnectionPool(hosts, port, secret, join_hostport(host, port)), server, host)
         try:
             self._pool.connect(deadline, retry)
@@ -159,8 +160,10 @@ class TCPStore(RequestStore):
         pending = self._finalizer.peek()
         if pending is not None:
             pool, server, pid, _ = pending[2]
-            # Before detach(): an interrupted close is repeated.
+            # This comes before detach(), which removes what close() needs: an interrupted close is
+            # repeated.
             pool.close()
+            # Of two threads that close at once, one releases the server.
             if self._finalizer.detach() is not None:
                 _close_handle(pool, server, pid, linger)
 
@@ -199,7 +202,10 @@ class TCPStore(RequestStore):
         if pool.closed:
             raise self._closed_error(name)
         request = self._pack(op, fields, seconds, name)
+        # The server itself ends a wait in time. Only one that is stopped, overloaded or cut off
+        # does not answer for this long.
         reply_timeout = seconds + _ANSWER_SECONDS + len(request) / _MIN_BYTES_PER_SECOND
+        # By this name discard() finds the connection also if an exception comes within acquire().
         user = object()
         try:
             sock = pool.acquire(user)
@@ -224,8 +230,10 @@ class TCPStore(RequestStore):
             ) from error
         except OSError as error:
             pool.discard(user)
+            # A TimeoutError may be that of a signal's handler.
             if raised_by_handler(error):
                 raise
+            # Another thread has called close(), which has shut the connection down.
             if pool.closed:
                 raise self._closed_error(name) from error
             if isinstance(error, TimeoutError):
@@ -237,7 +245,7 @@ class TCPStore(RequestStore):
                 ) from error
             raise self._lost_error(name, error) from error
         except BaseException:
-            # The reply may come later; the next request has another connection.
+            # The reply may come later, so the next request has another connection.
             pool.discard(user)
             raise
         if status == Status.OK:
@@ -300,6 +308,7 @@ def _receive(sock: Connection) -> tuple[int, list[bytes]]:
         if at == len(whole):
             # Not end - at: the length is not trusted, so memory grows only with the data received.
             whole += bytes(min(end - at, max(at, _READ_SIZE)))
+        # Both views are released at the end: a bytearray that has one cannot grow.
         with memoryview(whole) as view, view[at:] as free:
             got = sock.recv_into(free)
         if not got:

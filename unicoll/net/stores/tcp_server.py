@@ -100,6 +100,8 @@ class StoreServer(Server):
                     return False
                 self._owners += 1
                 return True
+        # The new owner may need the port at once: this waits until the thread has closed the
+        # sockets.
         self.stop()
         return False
 
@@ -121,6 +123,7 @@ class StoreServer(Server):
         with self._lock:
             self._stopping = True
         self.wake()
+        # The garbage collector may close a store on this thread.
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_SECONDS)
 
@@ -130,11 +133,13 @@ class StoreServer(Server):
         try:
             super()._serve()
         finally:
+            # The thread may have failed: attach() must not add an owner to it.
             with self._lock:
                 self._stopping = True
 
     def should_stop(self) -> bool:
         with self._lock:
+            # The lock decides: a new owner is either counted, or finds that the server stops.
             if self._owners == 0 and not self._client_count:
                 self._stopping = True
             return self._stopping
@@ -142,15 +147,19 @@ class StoreServer(Server):
     def wait_seconds(self) -> float | None:
         if not self._timers:
             return None
-        # The timeout of a client may exceed the selector's maximum.
+        # The timeout of a client may exceed the maximum of the selector, which would raise an
+        # error.
         return min(seconds_left(self._timers[0][0]), _MAX_WAIT_SECONDS)
 
     def authenticated(self, client: Client) -> None:
         client.state = _ClientState()
+        # Clients without a handshake do not keep a server alive that lingers.
         self._client_count += 1
         keep_alive(client.sock)
 
     def received(self, client: Client) -> None:
+        # A client that sends requests and reads no replies would otherwise make the outbox grow
+        # without limit.
         if client.state.request is not None or client.outbox:
             raise MalformedError("a request before the reply to the previous one")
         self._handle_request(client)
@@ -172,6 +181,8 @@ class StoreServer(Server):
         client.inbox = bytearray()
         answer = self._try_request(op, fields)
         if isinstance(answer, WaitRequired):
+            # The list of timers has no order with NaN in it, and the selector takes no infinite
+            # time.
             if not op.waits or not math.isfinite(seconds):
                 raise MalformedError(f"{op.name} cannot wait for {seconds} s")
             client.state.serial += 1
@@ -210,6 +221,7 @@ class StoreServer(Server):
 
     def _wake_waiters(self) -> None:
         changed = self._table.changed_keys
+        # A request that is answered may change keys itself, as QUEUE_POP does.
         while changed:
             for client in self._waiters.pop(changed.pop(), ()):
                 if client.state.request is None:
@@ -223,9 +235,12 @@ class StoreServer(Server):
                     self._send(client, answer)
 
     def _set_timer(self, seconds: float, client: Client, serial: int) -> None:
+        # A timer stays after its request was answered, until it is due: with long timeouts there
+        # would be one for each request.
         if len(self._timers) > 1024 + 4 * len(self._clients):
             self._timers = [timer for timer in self._timers if self._is_waiting(timer[2], timer[3])]
             heapq.heapify(self._timers)
+        # The number decides between equal times, since clients have no order.
         heapq.heappush(
             self._timers, (time.monotonic() + seconds, next(self._timer_ids), client, serial)
         )
@@ -240,6 +255,8 @@ class StoreServer(Server):
             if not self._is_waiting(client, serial):
                 continue
             op, fields = client.state.request
+            # The request is tried once more, for the keys that are missing now: it was registered
+            # under one of them.
             answer = self._try_request(op, fields, waited=True)
             if isinstance(answer, WaitRequired):
                 answer = pack_reply(Status.TIMEOUT, answer.keys)

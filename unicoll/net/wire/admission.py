@@ -33,11 +33,11 @@ class Admission(Generic[T]):
     """The unauthenticated clients of one server, in the order of their arrival."""
 
     def __init__(self) -> None:
-        # Clients that have sent nothing, with the time of their accept.
+        # The clients that have sent nothing, with the time of their accept.
         self._silent: dict[T, float] = {}
-        # The other ones.
+        # The clients that have sent a part of their handshake, also with the time of their accept.
         self._handshaking: dict[T, float] = {}
-        # Accepts that are allowed now.
+        # The number of accepts that the rate allows now.
         self._allowance = float(MAX_UNAUTHENTICATED)
         self._allowance_time = time.monotonic()
 
@@ -81,6 +81,7 @@ class Admission(Generic[T]):
         """The client to disconnect in favour of a new one: the oldest that is old enough, or of any
         age."""
         now = time.monotonic()
+        # Silent clients come first: a member sends its hello as soon as it is connected.
         for clients, seconds in ((self._silent, SILENT_SECONDS), (self._handshaking, SLOW_SECONDS)):
             for client, accepted in clients.items():
                 if any_age or accepted + seconds <= now:

@@ -169,7 +169,7 @@ class Server(ABC):
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = (guard(s) for s in socket.socketpair())
         self._wake_out.setblocking(False)
-        # A finalizer may wake the thread, too.
+        # The lock is reentrant: a finalizer may wake the thread in the middle of another wake().
         self._waking = threading.RLock()
         for sock in (*self._listeners, self._wake_in):
             sock.setblocking(False)
@@ -182,7 +182,8 @@ class Server(ABC):
 
     def wake(self) -> None:
         """Wake the thread, which then checks :meth:`should_stop` (any thread)."""
-        # Full: the thread is awake; closed: it has ended.
+        # An error means that the pipe is full, so the thread is about to wake, or closed, so it has
+        # ended.
         with self._waking, suppress(OSError):
             self._wake_out.send(b"x")
 
@@ -227,7 +228,8 @@ class Server(ABC):
                         self._wake_in.recv(4096)
                     else:
                         ready_listeners.append(key.fileobj)
-                # After the clients, some of which may have authenticated.
+                # Listeners come after the clients: some of these may have authenticated, which
+                # makes room, and endless new connections must not delay the others.
                 for listener in ready_listeners:
                     self._accept(listener)  # type: ignore[arg-type]
                 self._expire()
@@ -237,7 +239,8 @@ class Server(ABC):
         finally:
             for sock in (*(c.sock for c in self._clients), *self._listeners, self._wake_in):
                 sock.close()
-            # Its descriptor's number may be a new socket's at once.
+            # The lock excludes wake(), which could otherwise write to a new socket with the same
+            # descriptor.
             with self._waking:
                 self._wake_out.close()
             self._selector.close()
@@ -263,6 +266,7 @@ class Server(ABC):
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_PER_WAKEUP):
+            # Another listener of this wake-up has paused all of them.
             if self._paused_until is not None:
                 return
             if not self._admission.may_accept() or not self._has_place():
@@ -273,6 +277,7 @@ class Server(ABC):
             except BlockingIOError:
                 return
             except OSError as error:
+                # Any other error is that of one connection, which has ended before it was accepted.
                 if error.errno not in _OUT_OF_DESCRIPTORS:
                     return
                 if not interfaces.raise_descriptor_limit():
@@ -282,6 +287,8 @@ class Server(ABC):
             self._admission.count_accept()
             guard(sock)
             if (
+                # The last descriptors are left to the program, whose own open() would fail without
+                # them.
                 uses_last_descriptors(sock)
                 and not interfaces.raise_descriptor_limit()
                 and not self._evict(any_age=True)
@@ -342,11 +349,12 @@ class Server(ABC):
             client = Client(sock, handshake, peer=peer)
             self._selector.register(sock, selectors.EVENT_READ, client)
         except OSError:
-            # The client has disconnected.
+            # The client has disconnected meanwhile.
             sock.close()
             return
         self._clients.add(client)
         self._admission.add(client)
+        # Both sides send their hello at once: neither waits for that of the other.
         self._send(client, handshake.outgoing())
 
     def _handshake(self, sock: socket.socket, address: str) -> ServerHandshake:
@@ -360,6 +368,7 @@ class Server(ABC):
     # --- clients ----------------------------------------------------------------------------------
 
     def _handle_events(self, client: Client, events: int) -> None:
+        # An earlier event of this wake-up may have dropped the client: a send to it has failed.
         if client not in self._clients:
             return
         try:
@@ -374,6 +383,7 @@ class Server(ABC):
                         )
                 self._read(client)
         except OSError as error:
+            # Apart from a failed integrity check, an OSError is just the end of the connection.
             client.error = error if isinstance(error, TamperedError) else None
             self._drop(client)
         except Exception as error:
@@ -382,10 +392,12 @@ class Server(ABC):
             host, peer = client.peer[0], interfaces.join_hostport(*client.peer)
             kind = type(error).__name__
             client.error = error
-            # One warning per host: it may be a port scanner.
+            # There is one warning for each host, which may be a port scanner.
             level = self._log_level(f"{host} {kind}")
             detail = error if isinstance(error, AuthenticationError) else f"{kind}: {error}"
             log.log(level, "%s closed a connection from %s: %s", self._thread.name, peer, detail)
+            # A scanner with many addresses must not lengthen the errors that list them without
+            # limit.
             if isinstance(error, AuthenticationError) and (
                 host in _refusals or len(_refusals) < _MAX_REFUSALS
             ):
@@ -414,15 +426,19 @@ class Server(ABC):
         try:
             handshake.feed(data)
         finally:
+            # The verdict is sent after an error, too: it tells the client the reason.
             self._send(client, handshake.outgoing())
+        # The send may have found that the connection has ended.
         if handshake.done and client in self._clients:
             self._admission.authenticated(client)
             client.handshake = None
             client.rank = handshake.peer
+            # The verdict above was the last data without records.
             client.records = channel.records_for(
                 handshake.protection, handshake.channel_key, server=True
             )
             self.authenticated(client)
+            # The bytes behind the handshake are the first of the protected data.
             self._decode(client, handshake.leftover)
 
     def _decode(self, client: Client, received: bytes) -> None:
@@ -432,6 +448,7 @@ class Server(ABC):
             client.inbox += received
             return
         client.inbox += records.open(received)
+        # These are messages of the protection itself, as in the handshake of TLS.
         self._write(client, records.outgoing())
 
     def _send(self, client: Client, data: bytes) -> None:
@@ -475,6 +492,8 @@ class Server(ABC):
     def _drop(self, client: Client) -> None:
         if client not in self._clients:
             return
+        # The selector has the client by its descriptor, which a new socket may get once this one is
+        # closed.
         self._remove(client)
         client.sock.close()
         self.disconnected(client)

@@ -72,7 +72,7 @@ def records_for(protection: str, key: Key, server: bool) -> Records | None:
         return None
     if protection == "mac":
         return MacRecords(key, server)
-    # Only here: it loads OpenSSL.
+    # The import is here because it loads OpenSSL.
     from unicoll.net.wire.tls import TlsRecords
 
     return TlsRecords(key, server)
@@ -96,14 +96,16 @@ class Channel:
     def __init__(self, sock: socket.socket, records: Records) -> None:
         self._sock = sock
         self._records = records
-        # Rest of a record that was sent in part.
+        # The rest of a record that was sent in part.
         self._unsent = memoryview(b"")
-        # Bytes of data in that record.
+        # The number of bytes of data in that record.
         self._unsent_size = 0
-        # Decoded and not yet returned.
+        # Data that are decoded and not yet returned.
         self._data = memoryview(b"")
         self._buffer = memoryview(b"")
-        # True before the records and the socket are used, until the state here is right again
+        # Each is set to True before the records and the socket are used, and back once the state
+        # here is right again. After an exception in between, this direction of the stream is out of
+        # step.
         self._send_in_doubt = self._receive_in_doubt = False
         self.part_moved: Callable[[], None] = lambda: None
         self.fileno = sock.fileno
@@ -129,12 +131,16 @@ class Channel:
         try:
             sent = self._send(data, flags)
         except OSError as error:
+            # An error of the system call leaves the unsent rest here, and the same data can be sent
+            # again. The exception of a handler may come after bytes were sent that are not counted.
             self._send_in_doubt = raised_by_handler(error)
             raise
         self._send_in_doubt = False
         return sent
 
     def _send(self, data: Any, flags: int) -> int:
+        # The number in the MAC of a record is used up when it is sealed. So the rest of the last
+        # one must be sent first, unchanged.
         if not self._unsent:
             chunk = data[:MAX_DATA]
             if not len(chunk):
@@ -160,6 +166,8 @@ class Channel:
         self._send_in_doubt = True
         while view:
             view = view[self._send(view, 0) :]
+        # This is not set back after an error: the caller does not know how much of the data was
+        # sent.
         self._send_in_doubt = False
 
     def recv(self, size: int, flags: int = 0) -> bytes:
@@ -167,7 +175,8 @@ class Channel:
         if not self._data and not self._receive(flags):
             return b""
         data = bytes(self._data[:size])
-        # after the last call of a function, behind which an exception could lose data
+        # This comes after the last call of a function: an exception between the two would lose
+        # data.
         self._data = self._data[size:]
         return data
 
@@ -175,7 +184,7 @@ class Channel:
         """Receive into a buffer of bytes; returns the number of bytes, 0 at the end of the
         connection."""
         if not len(buffer) or (not self._data and not self._receive(flags)):
-            # At once into an empty buffer, as a socket does: no record is sent for an empty
+            # An empty buffer returns at once, as with a socket: no record is sent for an empty
             # message.
             return 0
         count = min(size or len(buffer), len(buffer), len(self._data))
@@ -199,6 +208,8 @@ class Channel:
                 if not self._data:
                     self.part_moved()
         except OSError as error:
+            # A timeout of the socket has received nothing. The exception of a handler may hide
+            # bytes that were.
             self._receive_in_doubt = raised_by_handler(error)
             raise
         self._receive_in_doubt = False
@@ -253,6 +264,8 @@ def authenticate(
     result = client_handshake(
         sock, key, purpose, deadline, rank=rank, server=server, address=address, protection=wanted
     )
+    # The check comes after the handshake: the kernel knows no user of the other end before the
+    # server has accepted.
     if isinstance(key, OwnUserKey) and not peer_credentials.is_same_user(sock):
         where = interfaces.join_hostport(*sock.getpeername()[:2])
         who = "the server" if server is None else f"rank {server}"

@@ -133,6 +133,7 @@ class FrameServer(Server):
         return 0.02 if self._closing else None
 
     def received(self, client: Client) -> None:
+        # A call of handle() may drop or detach the client.
         while client in self._clients and len(client.inbox) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(client.inbox)
             if length > MAX_FRAME:

@@ -138,6 +138,8 @@ class ServerHandshake:
             return
         self._received += data
         head = self._received[: len(MAGIC)]
+        # A client of another protocol is refused at its first wrong byte: it may never send as many
+        # bytes as a hello has.
         if not MAGIC.startswith(head):
             what = (
                 "has another version of unicoll"
@@ -169,6 +171,8 @@ class ServerHandshake:
             self._refuse(WRONG_SECRET)
         if self._same_user is not None and not self._same_user():
             self._refuse(OTHER_USER)
+        # Only a client that has proved the key gets a proof. Otherwise anybody who connects could
+        # test guesses of the secret with it.
         self._out += bytes([ACCEPTED]) + make_proof(
             self._key, b"server", self._hello, hello, self._address
         )
@@ -304,6 +308,7 @@ def _receive_hello(sock: socket.socket, deadline: float, peer: str) -> bytes:
                     f"{foreign}, or does not respond: it accepted the connection and then sent"
                     " nothing"
                 ) from error
+            # A server that closes with unread bytes resets the connection, which is its end, too.
             data = b""
         if not data:
             raise NoAnswerError(
@@ -361,6 +366,7 @@ def _send(sock: socket.socket, data: bytes, deadline: float, peer: str) -> None:
 def _set_timeout(sock: socket.socket, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0:
+        # A timeout of 0 would make the socket non-blocking.
         raise TimeoutError("the deadline passed")
     sock.settimeout(left)
 

@@ -113,6 +113,8 @@ def make_proof(
 ) -> bytes:
     """The proof of ``direction``, ``b"client"`` or ``b"server"``; with ``b"channel"`` the key of
     the connection."""
+    # All parts but the last have a fixed size for a direction, so two different handshakes never
+    # have the same text.
     return hmac.digest(key, direction + server_hello + client_hello + address.encode(), "sha256")
 
 

@@ -237,7 +237,7 @@ def _named_addresses(variable: str, spec: str, pattern: str, family: int | None)
     """One address of each interface that ``pattern`` selects, of ``family`` where the interface has
     one."""
     found = interfaces()
-    # Each name is that of one interface, as in Gloo.
+    # These are exact names, as in Gloo, so one that no interface has is an error.
     if variable == "GLOO_SOCKET_IFNAME":
         names = {name.strip() for name in spec.split(",")} - {""}
         unknown = names - {interface.name for interface in found}
@@ -403,7 +403,7 @@ def check_loopback() -> None:
         try:
             found = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16sh22x", b"lo", 0))
         except OSError:
-            # It has another name.
+            # The loopback interface has another name here.
             return
     if not struct.unpack("16sh22x", found)[1] & _IFF_UP:
         raise DistNetworkError("the loopback interface is down (ip link set lo up)")
@@ -496,6 +496,8 @@ def free_ports(host: str) -> Iterator[int]:
     if ports is None or is_loopback_name(host):
         yield 0
         return
+    # The start is random, so that processes which start together do not all try the same ports
+    # first.
     start = secrets.randbelow(len(ports))
     yield from ports[start:]
     yield from ports[:start]
@@ -535,7 +537,7 @@ def require_descriptors(count: int, purpose: str) -> None:
     needed = count + _SPARE_DESCRIPTORS
     with suppress(OSError):
         needed += len(os.listdir("/proc/self/fd"))
-    # A server keeps some free (unicoll.net.wire.admission).
+    # A server keeps an eighth of the limit, 64 at most, free (unicoll.net.wire.admission).
     needed += min(64, needed // 7 + 1)
     raise_descriptor_limit(needed)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -81,6 +81,7 @@ def links(lower: list[Address], higher: list[Address]) -> list[tuple[Address, Ad
 
 def first_link(group: str, rank: int, peer: int) -> int:
     """A hash of two ranks and a group: modulo the number of links, the first link that they use."""
+    # Both ranks need the same number, and hash() of a text differs between processes.
     return zlib.crc32(f"{min(rank, peer)} {max(rank, peer)} {group}".encode())
 
 
@@ -91,7 +92,7 @@ def endpoints(
     try:
         ends = (sock.getsockname(), own), (sock.getpeername(), theirs)
     except OSError:
-        # It has ended.
+        # The connection has ended.
         return f"to {peer}"
     near, far = (
         Address(
@@ -110,7 +111,7 @@ def unacknowledged(sock: Connection) -> str:
         found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         retransmits, packets, since = _TCP_INFO.unpack(found)
     except (OSError, struct.error):
-        # Closed, or not TCP.
+        # The connection is closed, or is not TCP.
         return ""
     if not packets or retransmits < _RETRANSMISSIONS:
         return ""
@@ -126,6 +127,7 @@ def given_up(sock: Connection, error: BaseException | None) -> bool:
     if not isinstance(error, OSError) or error.errno not in _UNREACHABLE:
         return False
     try:
+        # A connection that the kernel has ended has no peer any more.
         sock.getpeername()
     except OSError:
         return True

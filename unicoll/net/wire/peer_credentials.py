@@ -75,6 +75,7 @@ def peer_uid(sock: socket.socket) -> int | None:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return int(struct.unpack("3i", credentials)[1])
     try:
+        # The kernel is asked for the other socket, whose own address is the peer of this one.
         return _uid_of(sock.getpeername(), sock.getsockname())
     except (OSError, ValueError):
         return None
@@ -102,5 +103,5 @@ def _uid_of(near: tuple[Any, ...], far: tuple[Any, ...]) -> int | None:
     if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
         return None
     _, state, uid, inode = _FOUND.unpack_from(answer, _HEADER.size)
-    # inode 0: no process has the socket open
+    # An inode of 0 means that no process has the socket open.
     return uid if state == _ESTABLISHED and inode else None

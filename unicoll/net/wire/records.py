@@ -63,6 +63,8 @@ class MacRecords:
     ready = True
 
     def __init__(self, key: Key, server: bool) -> None:
+        # Each direction has its own key, so a record that is sent back to its sender has a wrong
+        # MAC.
         keys = [hmac.digest(key, side + b" sends", "sha256") for side in (b"client", b"server")]
         self._seal_mac, self._open_mac = (
             hmac.new(k, b"", "sha256") for k in (reversed(keys) if server else keys)
@@ -95,7 +97,8 @@ class MacRecords:
             found.append(data)
             at = stop
         if at:
-            # The returned data are views of the old buffer.
+            # The rest goes to a new buffer: the returned data are views of the old one, which
+            # therefore cannot be resized.
             self._received = bytearray(view[at:])
         return found[0] if len(found) == 1 else b"".join(found)
 

@@ -111,7 +111,7 @@ def find_secret(environ: Mapping[str, str] = os.environ) -> Secret:
 def given_secret(text: str) -> Secret:
     """The secret of an argument; DistArgumentError if it is empty."""
     key = Key(text.strip().encode("utf-8", "surrogateescape") if isinstance(text, str) else b"")
-    # A traceback with local variables does not show it.
+    # Otherwise a traceback with local variables would show the secret.
     text = ""
     if not key:
         raise DistArgumentError("secret: a text that is not empty is expected")
@@ -133,7 +133,7 @@ def _checked(secret: Secret) -> Secret:
 def _read_private(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            # fstat of the open file: the path could be replaced between a stat and the read.
+            # The open file is checked: the path could be replaced between a stat and the read.
             found = os.fstat(file.fileno())
             if not is_trusted_owner(found):
                 raise DistArgumentError(

@@ -35,7 +35,8 @@ class TlsRecords:
     def __init__(self, key: Key, server: bool) -> None:
         self._key = key
         self._server = server
-        # OpenSSL's objects are not thread-safe.
+        # One thread may seal while another one opens, and the objects of OpenSSL are not
+        # thread-safe.
         self._lock = threading.Lock()
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._uses_psk = getattr(ssl, "HAS_PSK", False)
@@ -67,6 +68,7 @@ class TlsRecords:
                 raise TamperedError(f"TLS: {error.reason or error}") from error
         if self.ready:
             return data
+        # Only the thread that receives uses this, so it needs no lock.
         self._proof += data
         if len(self._proof) < _PROOF_SIZE:
             return b""
@@ -101,11 +103,13 @@ class TlsRecords:
         if self._uses_psk:
             self.ready = True
         else:
+            # The proof is the first data of this side: seal() refuses others until the proof of the
+            # peer is verified.
             self._tls.write(self._make_proof(self._server))
         return True
 
     def _make_proof(self, server: bool) -> bytes:
-        # The first Finished message, also in TLS 1.3.
+        # This is the first Finished message, also in TLS 1.3.
         finished = self._tls.get_channel_binding("tls-unique")
         if not finished:
             raise TamperedError("TLS has no Finished message")
@@ -117,7 +121,7 @@ def _context(key: Key, server: bool, uses_psk: bool) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     if server:
-        # No session resumption.
+        # Tickets serve the resumption of sessions, which does not exist here.
         context.num_tickets = 0
         if uses_psk:
             context.set_psk_server_callback(lambda _: bytes(key))  # type: ignore[attr-defined]
@@ -129,6 +133,6 @@ def _context(key: Key, server: bool, uses_psk: bool) -> ssl.SSLContext:
         context.verify_mode = ssl.CERT_REQUIRED
         context.set_psk_client_callback(lambda _: (_IDENTITY, bytes(key)))  # type: ignore[attr-defined]
     else:
-        # The proofs verify.
+        # The certificate proves nothing; the proofs do.
         context.verify_mode = ssl.CERT_NONE
     return context
