@@ -345,10 +345,11 @@ class Attempt:
         self._complete_log(worker)
         # Before the pid is freed: the guard would kill the session of another process that gets it.
         self._guard.forget(worker.pid)
+        replacement = self._start_worker(worker.local_rank, worker.replacement + 1)
+        # Only now: if the start fails, the list still has the ended process, and _clean_up() sends
+        # signals to its group, whose number must not be that of another process.
         worker.reap()
-        self._workers[worker.local_rank] = self._start_worker(
-            worker.local_rank, worker.replacement + 1
-        )
+        self._workers[worker.local_rank] = replacement
 
     def _publish_end(self, worker: Worker) -> None:
         """Store how a rank ended, for the errors of the ranks that report it as lost."""

@@ -33,10 +33,10 @@ class Admission(Generic[T]):
     """The unauthenticated clients of one server, in the order of their arrival."""
 
     def __init__(self) -> None:
-        # The clients that have sent nothing, with the time of their accept.
+        # All clients, and those that have sent nothing, with the time of their accept. Clients are
+        # added with the present time and never move, so the first entry of each dict is the oldest.
+        self._accepted: dict[T, float] = {}
         self._silent: dict[T, float] = {}
-        # The clients that have sent a part of their handshake, also with the time of their accept.
-        self._handshaking: dict[T, float] = {}
         # The number of accepts that the rate allows now.
         self._allowance = float(MAX_UNAUTHENTICATED)
         self._allowance_time = time.monotonic()
@@ -56,16 +56,15 @@ class Admission(Generic[T]):
     @property
     def full(self) -> bool:
         """True if there are as many unauthenticated clients as a server keeps."""
-        return len(self._silent) + len(self._handshaking) >= max_unauthenticated()
+        return len(self._accepted) >= max_unauthenticated()
 
     def add(self, client: T) -> None:
         """A new client, whose handshake begins."""
-        self._silent[client] = time.monotonic()
+        self._accepted[client] = self._silent[client] = time.monotonic()
 
     def received(self, client: T) -> None:
         """The client has sent bytes of its handshake."""
-        if client in self._silent:
-            self._handshaking[client] = self._silent.pop(client)
+        self._silent.pop(client, None)
 
     def authenticated(self, client: T) -> None:
         """The client's handshake is done; its accept no longer counts."""
@@ -74,17 +73,18 @@ class Admission(Generic[T]):
 
     def discard(self, client: T) -> None:
         """Forget a client."""
+        self._accepted.pop(client, None)
         self._silent.pop(client, None)
-        self._handshaking.pop(client, None)
 
     def evictable(self, any_age: bool = False) -> T | None:
         """The client to disconnect in favour of a new one: the oldest that is old enough, or of any
         age."""
         now = time.monotonic()
-        # Silent clients come first: a member sends its hello as soon as it is connected.
-        for clients, seconds in ((self._silent, SILENT_SECONDS), (self._handshaking, SLOW_SECONDS)):
-            for client, accepted in clients.items():
-                if any_age or accepted + seconds <= now:
+        # Silent clients come first: a member sends its hello as soon as it is connected. If none of
+        # them is old enough, the oldest client has sent something, or is too young as well.
+        for clients, seconds in ((self._silent, SILENT_SECONDS), (self._accepted, SLOW_SECONDS)):
+            for client, since in clients.items():
+                if any_age or since + seconds <= now:
                     return client
                 break
         return None
@@ -92,19 +92,16 @@ class Admission(Generic[T]):
     def expired(self) -> Iterator[T]:
         """The clients whose time for the handshake is over; the caller discards each one."""
         now = time.monotonic()
-        for clients in (self._silent, self._handshaking):
-            while clients:
-                client, accepted = next(iter(clients.items()))
-                if accepted + HANDSHAKE_SECONDS > now:
-                    break
-                yield client
+        while self._accepted:
+            client, accepted = next(iter(self._accepted.items()))
+            if accepted + HANDSHAKE_SECONDS > now:
+                break
+            yield client
 
     def next_expiry(self) -> float | None:
         """When the next client expires (``time.monotonic()``); None without clients."""
-        oldest = [
-            next(iter(clients.values())) for clients in (self._silent, self._handshaking) if clients
-        ]
-        return min(oldest) + HANDSHAKE_SECONDS if oldest else None
+        oldest = next(iter(self._accepted.values()), None)
+        return None if oldest is None else oldest + HANDSHAKE_SECONDS
 
 
 def max_unauthenticated() -> int:

@@ -430,13 +430,14 @@ class Server(ABC):
             self._send(client, handshake.outgoing())
         # The send may have found that the connection has ended.
         if handshake.done and client in self._clients:
+            # An error here ends the connection as one in the handshake does: a subclass is told of
+            # the end of a client only if it was told of its beginning.
+            records = channel.records_for(handshake.protection, handshake.channel_key, server=True)
             self._admission.authenticated(client)
             client.handshake = None
             client.rank = handshake.peer
             # The verdict above was the last data without records.
-            client.records = channel.records_for(
-                handshake.protection, handshake.channel_key, server=True
-            )
+            client.records = records
             self.authenticated(client)
             # The bytes behind the handshake are the first of the protected data.
             self._decode(client, handshake.leftover)
