@@ -14,6 +14,7 @@ import gc
 import importlib
 import os
 import pickle
+import runpy
 import select
 import signal
 import socket
@@ -27,6 +28,7 @@ from functools import lru_cache
 from typing import Any
 
 from tests.support import worker
+from unicoll.testing.ranks import die_with_parent
 
 _LENGTH = struct.Struct("=i")
 _START_S = 60.0
@@ -54,6 +56,10 @@ class Forked:
             # without a code it was killed with the fork server
             self.returncode = _LENGTH.unpack(code)[0] if code else -signal.SIGKILL
         return self.returncode
+
+    def kill(self) -> None:
+        """Send SIGKILL if the process is running."""
+        self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
         """The exit code, or None while the process runs."""
@@ -94,11 +100,22 @@ class ForkServer:
 
     def fork(self, pipe: int, stderr: int, env: Mapping[str, str], arguments: tuple[Any, ...]) -> Forked:
         """Fork a process that calls ``worker.work(pipe, *arguments)`` and exits, in this environment."""
-        request = pickle.dumps((dict(env), os.getcwd(), sys.path, arguments))
+        return self._fork((pipe, 1, stderr), env, worker.work, (pipe, *arguments))
+
+    def run(
+        self, script: str, words: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int
+    ) -> Forked:
+        """Fork a process that runs a script as ``__main__``, with these arguments, and exits."""
+        return self._fork((stdout, stdout, stderr), env, _run_script, (script, *words))
+
+    def _fork(
+        self, descriptors: tuple[int, int, int], env: Mapping[str, str], function: Any, arguments: Any
+    ) -> Forked:
+        request = pickle.dumps((dict(env), os.getcwd(), sys.path, function, arguments))
         ended, theirs = os.pipe()
         try:
             with self._lock:
-                socket.send_fds(self._socket, [_LENGTH.pack(len(request))], [pipe, 1, stderr, theirs])
+                socket.send_fds(self._socket, [_LENGTH.pack(len(request))], [*descriptors, theirs])
                 self._socket.sendall(request)
                 reply = self._socket.recv(_LENGTH.size, socket.MSG_WAITALL)
             if len(reply) < _LENGTH.size:
@@ -201,7 +218,7 @@ def _work(received: Sequence[int], request: bytes) -> None:
     os.dup2(errors, 2)
     for fd in (output, errors, ended):
         os.close(fd)
-    env, directory, path, arguments = pickle.loads(request)
+    env, directory, path, function, arguments = pickle.loads(request)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(directory)
@@ -209,14 +226,30 @@ def _work(received: Sequence[int], request: bytes) -> None:
     tempfile.tempdir = None
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    worker.work(pipe, *arguments)
-    _exit()
+    if function is worker.work:
+        arguments = pipe, *arguments[1:]
+    else:
+        os.close(pipe)
+    _exit(function(*arguments) or 0)
 
 
-def _exit() -> None:
+def _run_script(script: str, *words: str) -> int:
+    die_with_parent()
+    sys.argv = [script, *words]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _exit(code: int) -> None:
     """End a fork as an interpreter ends, but without the release of all objects, which takes as long as the start."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forkserver
 from tests.support.order import await_true
 from tests.support.programs import python
 from tests.support.ranks import ROOT, environment, reserved_port
@@ -24,16 +25,17 @@ from torch._C import _distributed_c10d as torchs
 pytestmark = pytest.mark.torch
 
 PROGRAM = Path(__file__).parent / "watch_program.py"
+PRELOADED = ("torch.distributed._functional_collectives", "torch._dynamo", "unicoll.bootstrap.join")
 
 
 class Processes:
     """The ranks of a program, each with files for its output."""
 
     def __init__(
-        self, size: int, folder: Path, port: int, words: list[str], variables: dict[str, str]
+        self, size: int, folder: Path, port: int, words: list[str], variables: dict[str, str], forks: bool
     ) -> None:
         self.files = [(folder / f"out{rank}", folder / f"err{rank}") for rank in range(size)]
-        self.popens = []
+        self.popens: list[subprocess.Popen[bytes] | forkserver.Forked] = []
         for rank, (out, err) in enumerate(self.files):
             env = environment(
                 {
@@ -47,8 +49,12 @@ class Processes:
                 }
             )
             with out.open("w") as stdout, err.open("w") as stderr:
-                call = [sys.executable, str(PROGRAM), *words]
-                self.popens.append(subprocess.Popen(call, env=env, stdout=stdout, stderr=stderr))
+                if forks:
+                    server = forkserver.server(PRELOADED, "error", environment({"UNICOLL_WATCH": "1"}))
+                    self.popens.append(server.run(str(PROGRAM), words, env, stdout.fileno(), stderr.fileno()))
+                else:
+                    call = [sys.executable, str(PROGRAM), *words]
+                    self.popens.append(subprocess.Popen(call, env=env, stdout=stdout, stderr=stderr))
 
     def out(self, rank: int) -> str:
         return self.files[rank][0].read_text()
@@ -73,9 +79,12 @@ class Processes:
 
 
 @contextmanager
-def program(size: int, folder: Path, *words: str, **variables: str) -> Iterator[Processes]:
+def program(
+    size: int, folder: Path, *words: str, forks: bool = False, **variables: str
+) -> Iterator[Processes]:
+    """The ranks of the program; with ``forks`` of a process that has imported torch with UNICOLL_WATCH set."""
     with reserved_port() as port:
-        made = Processes(size, folder, port, [*words], variables)
+        made = Processes(size, folder, port, [*words], variables, forks)
         try:
             yield made
         finally:
@@ -163,7 +172,7 @@ BY_RECORDER = ("other in C++", "device")
 )
 def test_the_rank_that_does_something_else_is_named(fault: str, size: int, tmp_path: Path) -> None:
     by_all, pattern = FAULTS[fault]
-    with program(size, tmp_path, fault, UNICOLL_WATCH="1") as ranks:
+    with program(size, tmp_path, fault, forks=True, UNICOLL_WATCH="1") as ranks:
         pattern = pattern.replace("PID", str(ranks.popens[1].pid))
         if not by_all:
             ranks.await_text(None, pattern)
@@ -173,7 +182,7 @@ def test_the_rank_that_does_something_else_is_named(fault: str, size: int, tmp_p
 
 
 def test_the_others_are_diagnosed_after_rank_0_has_left(tmp_path: Path) -> None:
-    with program(4, tmp_path, "other group without rank 0", UNICOLL_WATCH="1") as ranks:
+    with program(4, tmp_path, "other group without rank 0", forks=True, UNICOLL_WATCH="1") as ranks:
         pattern = FAULTS["other group"][1].replace("PID", str(ranks.popens[1].pid))
         for rank in range(1, 4):
             ranks.await_text(rank, pattern)
@@ -236,7 +245,7 @@ def test_a_good_program_logs_nothing_and_its_calls_are_recorded(how: str, tmp_pa
 
 def test_a_dump_on_sigusr1_shows_where_the_ranks_are(tmp_path: Path) -> None:
     variables = {"UNICOLL_WATCH": "1", "UNICOLL_TRACE_DIR": str(tmp_path)}
-    with program(2, tmp_path, "sleeps", **variables) as ranks:
+    with program(2, tmp_path, "sleeps", forks=True, **variables) as ranks:
         ranks.await_text(None, "has waited")
         for popen in ranks.popens:
             os.kill(popen.pid, signal.SIGUSR1)
