@@ -152,7 +152,7 @@ if TYPE_CHECKING:
     )
     from unicoll.trace.profile import profile
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _LAZY = {
     "DeviceMesh": "mesh.device_mesh",
