@@ -1,6 +1,7 @@
 """Counts what the algorithms of the CPU backend send, rank by rank, in the simulation.
 
-Rounds and bytes over sockets are those of unicoll/trace/summary.py; other counts are compared with recorded ones.
+The counts of eight ranks are compared with recorded ones. At other numbers of ranks all messages must match, and no
+rank may wait for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from tests.scaling.simulation import BUFFER, ROOTED, WHOLE, Case, Trace, Turn, r
 from tests.support.ranks import run_ranks
 from unicoll.arrays.types import BY_NAME, COMPRESSED, COMPRESSIONS
 from unicoll.calls.ops import OPS as TABLE
-from unicoll.trace import summary
 
 OPS = tuple(name for name in OPERATIONS if not TABLE[name].joined)
 FLAT = {OPERATIONS[name]: name for name in OPERATIONS if TABLE[name].joined}
@@ -111,18 +111,9 @@ def both(op: str, ranks: int, **more: Any) -> Iterator[Case]:
     yield sized(op, ranks, MEDIUM * ranks, **more)
 
 
-def summarized(case: Case) -> tuple[int, int]:
-    """Rounds and bytes by the formulas of the dry run."""
-    size = case.count * case.type.itemsize
-    if case.compression:
-        return summary.compressed_cost(case.ranks, size, case.compression, case.type)
-    return summary.cost(case.op, case.ranks, size, 2 if case.type.half else 1)
-
-
 def check(cases: Iterator[Case]) -> None:
     for case in cases:
-        found = counted(case)
-        assert (found.rounds, found.sent) == summarized(case), case
+        counted(case)
 
 
 # --- counts ---------------------------------------------------------------------------------------------------------
@@ -158,19 +149,6 @@ def test_one_array_in_place_of_many_costs_the_same(op: str) -> None:
         for case in both(op, n, per_host=per_host):
             flat = Case(FLAT[op], n, case.count, per_host=per_host)
             assert counted(flat) == counted(case)
-            assert summarized(flat) == summarized(case)
-
-
-@pytest.mark.every(4)
-@pytest.mark.parametrize("ranks", [512, 4096])
-def test_thousands_of_ranks_some_of_them(ranks: int) -> None:
-    for op in OPS:
-        if op == "all_to_all" and ranks > 512:
-            continue  # its table of sizes alone is 256 MiB
-        for bytes_ in (8 * ranks, 4 << 20):
-            case = sized(op, ranks, 8 if op in WHOLE and bytes_ == 8 * ranks else bytes_)
-            sample = [run(case, rank) for rank in {1, ranks // 2, ranks - 1, *range(8)}]
-            assert max(t.bytes for t in sample) == summarized(case)[1], case
 
 
 RECORDED = [
