@@ -26,6 +26,7 @@ from tests.support.ranks import ROOT, environment, joined, reserved_port
 from tests.support.worker import send_note
 from unicoll.bootstrap import join as joining
 from unicoll.bootstrap import rendezvous_protocol
+from unicoll.group.call_counters import CallCounters
 from unicoll.process.formatting import command_to_type
 
 SECRET = "meeting secret of at least 32 bytes"
@@ -212,6 +213,26 @@ def test_a_dump_has_the_calls_of_one_job(tmp_path: Path) -> None:
     dist.destroy_process_group(pair)
     with pytest.raises(dist.DistArgumentError, match="is not a group of this process"):
         dist.dump_flight_recorder(tmp_path, pair)
+
+
+@on_ranks(1)
+def test_counters_of_two_jobs_count_each_call_once(tmp_path: Path) -> None:
+    jobs = [
+        dist.join(f"file://{tmp_path}/{name}", name=name, rank=0, world_size=1) for name in ("one", "two")
+    ]
+    counters = CallCounters()
+    for group in (*jobs, *jobs):
+        counters.enable(group._context.job)
+    for group in jobs:
+        dist.barrier(group=group)
+    counters.disable()
+    for group in jobs:
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
+    assert {key: found.calls for key, found in counters.snapshot().items()} == {
+        ("barrier", "one"): 1,
+        ("barrier", "two"): 1,
+    }
 
 
 @on_ranks(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 from unicoll.backend.contract import Job
 from unicoll.errors import DistArgumentError
@@ -60,19 +61,25 @@ class CallCounters:
         # Calls end on the threads of the program, of queues and of NCCL's watchdog.
         self._lock = threading.Lock()
         self._counters: dict[tuple[str, str], Counters] = {}
-        self._hook: Hook | None = None
+        # The jobs whose calls are counted: a program may be in several. Weakly, because a hook
+        # refers to its job, which would never be freed after its end.
+        self._jobs: WeakSet[Job] = WeakSet()
 
     def enable(self, job: Job) -> None:
         """Count the calls of a job that start from now on; no effect if they are counted
         already."""
-        if self._hook not in job.hooks:
-            self._hook = add_to_job(job, Hook(after=self._ended, waited=self._waited))
+        if self._hook_of(job) is None:
+            self._jobs.add(job)
+            add_to_job(job, Hook(after=self._ended, waited=self._waited))
 
     def disable(self) -> None:
         """Count no more calls."""
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook.remove()
+        while self._jobs:
+            if (hook := self._hook_of(self._jobs.pop())) is not None:
+                hook.remove()
+
+    def _hook_of(self, job: Job) -> Hook | None:
+        return next((hook for hook in job.hooks if hook.after == self._ended), None)
 
     def reset(self) -> None:
         """Set all counters to zero."""
@@ -86,7 +93,7 @@ class CallCounters:
 
     def counts(self, job: Job) -> bool:
         """True if the calls of a job are counted."""
-        return self._hook is not None and self._hook in job.hooks
+        return self._hook_of(job) is not None
 
     def count(self, op: str, group: str, nbytes: int, seconds: float, failed: bool) -> None:
         """Count a call that has ended."""
