@@ -131,8 +131,9 @@ def join(
     Raises:
         DistArgumentError: also for an invalid name, an empty secret, and ranks without a place to
             meet.
-        BackendUnavailableError, OperationTimeoutError, AuthenticationError, DistStoreError,
-            DistNetworkError: as for :func:`init_process_group`.
+        BackendUnavailableError, OperationTimeoutError, AuthenticationError: as for
+            :func:`init_process_group`.
+        DistStoreError, DistNetworkError: likewise.
     """
     from unicoll.net.wire.secret import given_secret
 
