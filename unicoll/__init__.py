@@ -10,11 +10,13 @@ API.
 
 Start it with ``unirun --nproc-per-node 4 script.py``.
 
-The map. A call goes down the first line, a process meets the others up the second:
+The packages:
 
-* api -> group -> backend -> calls -> arrays -> devices: the functions; one group's dispatch; what
-  backends share; what a call is; arrays of all families; the devices' memory and streams.
-* process -> net/{objects, wire, stores, control} -> bootstrap: this process; how processes meet.
+* api, group, backend, calls, arrays, devices, in the order in which a call passes them: the
+  functions; one group's dispatch; what backends share; what a call is; arrays of all families; the
+  devices' memory and streams.
+* process, net/{objects, wire, stores, control}, bootstrap, the lowest first: this process; how
+  processes connect; how they join a job.
 * gloo_fallback, mpi_comm, nccl_comm, xccl_comm: the backends; device_collectives is what the last
   two share, staging takes device arrays to the first two.
 * diagnosis: what waits and why. run: the launcher. mesh, parallel, torch_plugin, torch_watch,
@@ -234,7 +236,7 @@ def __getattr__(name: str) -> Any:
             modules = [importlib.import_module(f".{each}", __name__) for each in _OTHERS]
             for other in {*__all__} - _LAZY.keys():
                 found = next(vars(module)[other] for module in modules if other in vars(module))
-                # A program may have replaced it.
+                # The program may have set the name itself, which stays.
                 globals().setdefault(other, found)
     return globals()[name]
 

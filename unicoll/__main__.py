@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and sys.path and sys.path[0] == __file__.rpartition("/")[0]:
-    # Run by its path: Python puts the file's folder first, where "import trace" would find
+    # The file was run by its path: Python puts the file's folder first, where "import trace" would find
     # unicoll.trace.
     del sys.path[0]
 

@@ -34,7 +34,9 @@ def _exists(name: str) -> bool:
             break
     for part in parts[end:]:
         if not hasattr(found, part):
-            return re.search(rf"\b(self\.)?{part}\b", inspect.getsource(found)) is not None
+            return (
+                re.search(rf"\bself\.{part}\b|^ +{part}\b *[:=]", inspect.getsource(found), re.M) is not None
+            )
         found = getattr(found, part)
     return True
 

@@ -100,7 +100,7 @@ class ForkServer:
 
     def fork(self, pipe: int, stderr: int, env: Mapping[str, str], arguments: tuple[Any, ...]) -> Forked:
         """Fork a process that calls ``worker.work(pipe, *arguments)`` and exits, in this environment."""
-        return self._fork((pipe, 1, stderr), env, worker.work, (pipe, *arguments))
+        return self._fork((pipe, 1, stderr), env, worker.work, arguments)
 
     def run(
         self, script: str, words: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int
@@ -111,6 +111,7 @@ class ForkServer:
     def _fork(
         self, descriptors: tuple[int, int, int], env: Mapping[str, str], function: Any, arguments: Any
     ) -> Forked:
+        """Fork a process that calls ``function(first of descriptors, *arguments)``; the others are its output."""
         request = pickle.dumps((dict(env), os.getcwd(), sys.path, function, arguments))
         ended, theirs = os.pipe()
         try:
@@ -226,14 +227,11 @@ def _work(received: Sequence[int], request: bytes) -> None:
     tempfile.tempdir = None
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    if function is worker.work:
-        arguments = pipe, *arguments[1:]
-    else:
-        os.close(pipe)
-    _exit(function(*arguments) or 0)
+    _exit(function(pipe, *arguments) or 0)
 
 
-def _run_script(script: str, *words: str) -> int:
+def _run_script(unused: int, script: str, *words: str) -> int:
+    os.close(unused)
     die_with_parent()
     sys.argv = [script, *words]
     try:

@@ -18,7 +18,7 @@ SHARED = {"backend", "calls", "arrays", "devices", "net", "process", "errors"}
 WITH_DEVICES = SHARED | {"device_collectives"}
 """Those that a backend over a library with NCCL's API may import."""
 CALL = {"calls", "arrays", "devices", "process", "errors"}
-"""The lower steps of a call's stair, which know no connection between processes."""
+"""The lower layers of a call, which do not depend on connections between processes."""
 LAYERS = (
     {"errors"},
     {"process"},
@@ -158,9 +158,9 @@ def test_imports_point_from_high_to_low_layers() -> None:
         importer = layer(name_of(path))
         for module in imports(path):
             imported = layer(module)
-            # A package's face names what its modules have.
-            face = path.name == "__init__.py" and module.startswith(f"{name_of(path)}.")
-            if importer and imported and not face and height[imported] > height[importer]:
+            # A package imports names of its modules, for others.
+            own = path.name == "__init__.py" and module.startswith(f"{name_of(path)}.")
+            if importer and imported and not own and height[imported] > height[importer]:
                 if (importer, imported) in BACK:
                     back.add((importer, imported))
                 else:

@@ -13,7 +13,7 @@ from unicoll.backend.contract import Backend, Caps, Context, Job, Registration
 from unicoll.calls.call import Call, OneSidedCall
 
 if TYPE_CHECKING:
-    from unicoll.backend.connections import MemberConnections
+    from unicoll.backend.connections.member_connections import MemberConnections
     from unicoll.backend.host import HostBackend, Inbox
 
 __all__ = [
@@ -29,7 +29,11 @@ __all__ = [
     "Registration",
 ]
 
-_LAZY = {"HostBackend": "host", "Inbox": "host", "MemberConnections": "connections"}
+_LAZY = {
+    "HostBackend": "host",
+    "Inbox": "host",
+    "MemberConnections": "connections.member_connections",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -325,7 +325,7 @@ def _site(call: Call) -> str:
                     try:
                         return line_of_user(activity.frame or frames.get(activity.thread))
                     finally:
-                        # They keep arrays alive.
+                        # Frames keep arrays alive.
                         frames.clear()
     return call.site or where()
 
@@ -336,7 +336,7 @@ def where() -> str:
         try:
             return line_of_user(frames.get(threading.main_thread().ident or 0))
         finally:
-            # They keep arrays alive.
+            # Frames keep arrays alive.
             frames.clear()
 
 
@@ -466,7 +466,7 @@ def _describe_state(context: Context, rank: int, answer: Report | None, seq: int
 
 def _why_no_report() -> str:
     try:
-        # That of this host, over which its processes connect.
+        # This is the address of this host over which its processes connect.
         check_loopback()
     except DistNetworkError as error:
         return str(error)

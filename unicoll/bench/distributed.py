@@ -58,7 +58,7 @@ class _Distributed(Contender):
         row = case.op.collective
         assert row is not None
         names = [name for name in (*row.aliases[:1], row.name) if hasattr(self.module, name)]
-        # Torch 2.13 has the first alias, earlier versions the name.
+        # torch 2.13 has the first alias, earlier versions the name.
         if not names:
             raise Unsupported(f"{row.name} is not measured with {self.name}")
         arrays: list[Any] = []
@@ -122,7 +122,7 @@ class Unicoll(_Distributed):
 
     def reason(self) -> str | None:
         if self.backend == "xccl" and find_spec("torch") is not None:
-            # If it is one for XPU, the XPUs are torch's.
+            # If torch is built for XPU, the XPUs are torch's.
             import_module("torch")
         return registry.reason_against(self.backend)
 

@@ -143,7 +143,7 @@ class _Memory:
 
     def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         length = bytes_written(case)
-        # Written, so that it is no page of zeros.
+        # The memory is written: otherwise all of it would be the kernel's one page of zeros.
         source = np.ones(length, np.uint8)
         array = recv if case.placement != IN or recv.nbytes >= send.nbytes else send
         copy = partial(np.copyto, array.view(np.uint8)[:length], source)
@@ -204,7 +204,8 @@ class _Sockets:
         self._timeout = job.timeout
         host = "127.0.0.1" if len(set(job.hosts)) == 1 else own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # Sent over the job's authenticated connections: it admits the rank before.
+        # The token is sent over the job's authenticated connections, and admits the rank before
+        # this one in the ring.
         token = os.urandom(16)
         where: list[Any] = [None] * job.size
         with socket.create_server((host, 0), family=family) as listener:
@@ -221,7 +222,7 @@ class _Sockets:
         for sock in (self._next, self._before):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(True)
-            # Settimeout would poll before each call.
+            # settimeout() would poll before each call.
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, option, limit)
         self._tasks: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
@@ -281,7 +282,7 @@ class _Sockets:
     def close(self) -> None:
         self._tasks.put(None)
         for sock in (self._next, self._before):
-            # Ends a send that waits.
+            # The shutdown ends a send that waits.
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()

@@ -241,10 +241,8 @@ def _statistics(series_list: Sequence[Series], average: int) -> list[Stats]:
     mine = np.full((len(series_list), len(STATISTICS)), np.nan)
     for row, series in zip(mine, series_list, strict=True):
         if series.samples and series.case.op.takes_part(series.case.rank):
-            us = np.array(series.samples) * (
-                1e6 if series.case.op.name != "latency" else 0.5e6
-                # Round trips.
-            )
+            # A sample of latency is a round trip; the table shows half of it.
+            us = np.array(series.samples) * (0.5e6 if series.case.op.name == "latency" else 1e6)
             row[:] = np.median(us), us.mean(), us.min(), np.percentile(us, 99), us.max()
     gathered = np.empty((dist.get_world_size(), *mine.shape))
     dist.all_gather_into_tensor(gathered, mine)

@@ -203,7 +203,7 @@ def _delivered_parts(op: Operation, call: CallRank) -> list[tuple[int, int]]:
         giver = 1 - rank if op.name == "latency" else (rank - 1) % size
         return [(giver, 0)] if op.takes_part(rank) else []
     if row.outputs in (Arity.ONE_AT_ROOT, Arity.PER_RANK_AT_ROOT) and rank != root:
-        # Undefined.
+        # The result is undefined on this rank.
         return []
 
     def given(giver: int) -> list[npt.NDArray[np.int64]]:
@@ -218,7 +218,7 @@ def _delivered_parts(op: Operation, call: CallRank) -> list[tuple[int, int]]:
     ):
         for part in terms[0]:
             giver, i = divmod(int(part), size)
-            # Which may be rank 0's own array.
+            # The array may be rank 0's own.
             if row.reduces and not (row.exclusive and len(terms) == 1):
                 giver = REDUCED if len(terms) == size else REDUCED - len(terms)
             delivered.append((giver, i))

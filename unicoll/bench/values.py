@@ -111,10 +111,10 @@ class Values:
         if compression:
             part = _ROUNDING[compression]
             total = self._max_value * (1 if redop == "avg" else ranks)
-            # Of the contributions, and of the result.
+            # These are the roundings of the contributions, and of the result.
             self.error = total * (part + part * (1 + part)) * 1.001
         if dtype.kind == "f":
-            # Of one operation, relative to its result.
+            # This is the error of one operation, relative to its result.
             rounding = 2.0 ** -_mantissa(dtype)
             if sums and share > exact:
                 self.tolerance = 2 * ranks * rounding
@@ -125,7 +125,7 @@ class Values:
 
     def numbers(self, rank: int, iteration: int) -> Numbers:
         """One period of a rank's source data."""
-        # The same numbers in all versions of NumPy.
+        # This gives the same numbers in all versions of NumPy.
         random = np.random.RandomState([rank, iteration])
         if self.redop == "prod":
             if rank >= _PRODUCT_RANKS:
@@ -187,7 +187,7 @@ class Values:
         start = found = 0
         for source in ranges:
             part = got[start : start + source.length]
-            # Missing elements of a short array.
+            # A short array differs in its missing elements.
             found += source.length - part.size
             found += self._compare(part, self._period(source, iteration))
             start += source.length

@@ -111,7 +111,7 @@ def run_rendezvous(
     given = gives_members(init_method, rank, world_size)
     use_launcher = not (name and given)
     if not given and store is None:
-        # Before it could start MPI.
+        # This comes before the lines that may start MPI.
         enclosing_jobs.refuse_subprocess(mpi_launch.detect)
     mpi = MPIJobStart(rank, world_size)
     if use_launcher:
@@ -144,7 +144,7 @@ def apply_environment() -> None:
     Raises:
         DistArgumentError: a variable has an unknown value.
     """
-    # First: errors are shown without unicoll's frames.
+    # This comes first, so that the errors below are shown without unicoll's frames.
     _install_excepthook()
     environment.check()
     debug_level.apply()
@@ -216,7 +216,7 @@ def join_job(
             with suppress(DistError):
                 publish_refusal(job.store, job.rank, e)
         leave(job, e)
-        # Its traceback has frames that have the job.
+        # The traceback of the exception has frames that refer to the job, which would be a cycle.
         job.error = None
         raise
     chosen = [f"{c.device} arrays: backend {backend_text(c.name)}: {c.why}" for c in job.choices]
@@ -258,7 +258,7 @@ def leave(job: Job, error: BaseException | None = None) -> None:
         job.leaving()
     groups = [*job.groups]
     job.groups.clear()
-    # After an exception the rest is still closed.
+    # An exception in one of these does not keep the others open.
     with job.cleanup.pop_all() as cleanup:
         for group in groups:
             cleanup.callback(group.close)
@@ -383,7 +383,7 @@ class _FailingAtEnd:
 
     def flush(self) -> None:
         self._stream.flush()
-        # After the functions that are called at exit, which may write, too.
+        # The functions that are called at exit may write, too, so only a flush after them fails.
         if sys.is_finalizing():
             raise OSError("the program has failed")
 

@@ -108,7 +108,7 @@ def has_rank_without_size() -> bool:
     try:
         environ = own_environment()
     except DistArgumentError:
-        # Of two sizes, of which the rendezvous needs one, unless it has arguments.
+        # The rendezvous needs one of the two sizes, unless they are arguments.
         return False
     return any(
         row.mpi and row.applies(environ) and row.size_variable(environ) is None for row in LAUNCHERS

@@ -246,7 +246,7 @@ def meet(
     secret, location, notes = found.secret, found.location, found.notes
     deadline = time.monotonic() + timeout
     single_host = world_size == 1 or (launched is not None and launched.single_host)
-    # MPI's own processes.
+    # Only the processes of MPI's own launcher use such a store, so no launcher's job is compared.
     over_mpi = isinstance(location, MPILocation)
     job = launched.job if launched is not None and not over_mpi else ""
     with warn_while_waiting(
@@ -264,7 +264,7 @@ def meet(
             and location.master_host is not None
             and not interfaces.is_loopback(location.master_host)
         ):
-            # Now: later, rank 0 would end before the others have connected.
+            # The check is made now: later, rank 0 would end before the others have connected.
             refuse_protection(environ)
         agreed = agree_on_store(location, rank, world_size, secret, deadline, job)
     if not found.given_store:
@@ -408,7 +408,7 @@ def members(
             f"from {launched.source} ({launched.name})"
         )
         if launched.world_size != size:
-            # Another set of processes, with its own hosts, store and job.
+            # These are other processes than the launcher's, with their own hosts, store and job.
             launched = None
     return this_rank, size, launched
 

@@ -30,7 +30,7 @@ class ExistingStoreLocation(StoreLocation):
     found_again = True
 
     def __init__(self, store: Store) -> None:
-        # Torch's stores and compatible objects work too.
+        # Stores of torch and compatible objects are accepted, too.
         if not hasattr(store, "compare_set"):
             raise DistArgumentError(f"store must be a Store, not {type(store).__name__}")
         self._given = store
@@ -302,7 +302,7 @@ class TCPLocation(StoreLocation):
             text = PrefixStore(self.namespace, store).try_get("generation")
             return text is not None and not was_used(JobRecord.parse(text).token, rank)
         except DistError:
-            # Lost, or another program's.
+            # The connection was lost, or the server is another program's.
             return False
 
 

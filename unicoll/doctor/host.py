@@ -189,7 +189,7 @@ def _quota() -> float | None:
 
 def _clocks() -> Iterator[Facts]:
     source = _read(Path(SYS, "devices/system/clocksource/clocksource0/current_clocksource"))
-    # Larger than struct timex; modes 0 only reads.
+    # The buffer is larger than struct timex. With modes 0 the call only reads.
     timex = ctypes.create_string_buffer(512)
     status: int | None = None
     if ctypes.CDLL(None, use_errno=True).adjtimex(timex) >= 0:
@@ -241,7 +241,7 @@ def _environment() -> Iterator[Facts]:
     facts["problems"] += list(_invalid())
     facts["unknown"] = unknown = environment.unknown()
     facts["variables"] = shown = {
-        # It may be a misspelt secret.
+        # The value may be a misspelt secret, so it is not shown.
         name: "(set)" if name in unknown else _shown(name, v)
         for name, v in sorted(os.environ.items())
         if _SHOWN.match(name)

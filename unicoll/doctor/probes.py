@@ -69,11 +69,11 @@ def _fork(probe: Probe) -> tuple[int, Connection]:
 def _run_child(probe: Probe, pipe: Connection) -> NoReturn:
     """In the child: send each fact as JSON and exit without the parent's exit handlers."""
     try:
-        # A process group: processes of the probe are killed with it.
+        # The child has a process group, with which the processes that it starts are killed.
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         null = os.open(os.devnull, os.O_RDWR)
-        # Libraries write there.
+        # Libraries write to standard error.
         for standard in (0, 1, 2):
             os.dup2(null, standard)
         warnings.simplefilter("ignore")

@@ -245,7 +245,7 @@ def _mpi() -> Iterator[Facts]:
     clean = {k: v for k, v in os.environ.items() if not _STARTED_BY_MPI.match(k)}
     # Without mpirun, Open MPI does not remove its shared memory.
     clean["OMPI_MCA_btl"] = "self"
-    # This process's path: packages may be on it only, as with python -m in a checkout; -c adds the
+    # The program gets this process's path: packages may be on it only, as with python -m in a checkout; -c adds the
     # working directory.
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{_START_MPI}"]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)

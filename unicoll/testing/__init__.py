@@ -26,7 +26,7 @@ __all__ = ["Conformance"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand: ranks do not need pytest.
+    # The suite is imported on demand: ranks do not need pytest.
     if name == "Conformance":
         from unicoll.testing.conformance import Conformance
 

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int | str:
         registry.load(arguments[0])
     except BackendUnavailableError as error:
         return f"{error} (a backend that is not installed needs a test file: help(unicoll.testing))"
-    # Read when the module is imported.
+    # The variable is read when the module of the tests is imported.
     os.environ["UNICOLL_TEST_BACKEND"] = arguments[0]
     return int(pytest.main([str(Path(__file__).with_name("test_backend.py")), *arguments[1:]]))
 

@@ -166,7 +166,7 @@ class Trial:
         hold, layout = self.family.hold, case.layout
         row, at_root = self.row, self.rank == self.root
         written = case.in_place or row.in_place
-        # Only read on the source, and on all but the destination.
+        # The array is only read on the source, and on all ranks but the destination.
         if row.in_place and row.rooted:
             written = at_root == (row.outputs is Arity.ONE_AT_ROOT)
         read_only = not written and case.family == "numpy" and case.seed % 2 == 0
@@ -244,7 +244,7 @@ class Trial:
         """Wait, and compare: what is wrong (or None), and a digest of the outputs."""
         if self.case.async_op:
             assert self.work.wait() is True
-            # There it has only been put in order.
+            # On a device the operation has only been put in order.
             if not self.family.on_device:
                 self._assert_success()
         else:

@@ -51,7 +51,7 @@ def _exchange(how: str, mine: Any, got: Any, before: int, after: int) -> None:
         return
     send, receive = (dist.send, dist.recv) if how == "blocking" else (dist.isend, dist.irecv)
     calls: list[Any] = [partial(send, mine, after), partial(receive, got, before)]
-    # Rank 0 begins: NCCL does one after another, in the background, too.
+    # Rank 0 begins: NCCL does one operation after another, also in the background.
     if dist.get_rank() != 0:
         calls.reverse()
     for work in [call() for call in calls]:

@@ -32,7 +32,7 @@ class GuardedArray(NamedTuple):
 _VIEWS: dict[str, Callable[[Any], Any]] = {
     "step": lambda base: base[..., ::2],
     "rows": lambda base: base[::2],
-    # In Fortran's order.
+    # The copy is in Fortran's order.
     "transposed": lambda base: base.T,
     "backwards": lambda base: base[..., ::-1],
 }

@@ -169,7 +169,7 @@ class Pool:
                     failures.append(f"--- rank {rank}: {failure}")
                     deadline = min(deadline, time.monotonic() + PATIENCE_S)
         if failures:
-            # For exit codes.
+            # The status is needed for exit codes.
             time.sleep(0.5)
             raise RanksFailed("\n".join([*failures, self._output()]))
         return values
@@ -223,7 +223,7 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 # --- in the ranks ---------------------------------------------------------------------------------
 
 MODULES = (
-    # As sockets import them.
+    # Sockets import these modules.
     "encodings.ascii",
     "encodings.idna",
     "gloo_fallback.backend",
@@ -321,7 +321,7 @@ def snapshot() -> list[str]:
 def _open_files() -> Iterator[str]:
     """What each descriptor of this process refers to."""
     for fd in os.listdir("/proc/self/fd"):
-        # Closed in the meantime, like the descriptor that listed the directory.
+        # The descriptor was closed meanwhile, as the one that listed the directory.
         with suppress(OSError):
             yield os.readlink(f"/proc/self/fd/{fd}")
 
@@ -338,6 +338,6 @@ def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = Non
         left = list(filter(matters, left)) if matters else left
         if not left or time.monotonic() > deadline:
             return left
-        # Objects in reference cycles are released by the collector, others with time.
+        # The collector releases objects in reference cycles. Others are released after a while.
         if not gc.collect():
             time.sleep(0.02)

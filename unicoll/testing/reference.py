@@ -56,7 +56,7 @@ class Arithmetic:
     def rounding(self, name: str) -> float:
         """How much a rounding changes a number at most, in halves of a unit in its last place."""
         if name.startswith("float8"):
-            # First to float16.
+            # The value is rounded to float16 first.
             return 1 + 2.0**-_FLOAT16_STEPS
         return 2.0 if self.truncates and name == "bfloat16" else 1.0
 
@@ -306,7 +306,7 @@ def _rounded_once(
         error = 4 * ranks * eps * np.prod([np.abs(x) for x in wide], axis=0)
     elif reduce in ("EXACT_SUM", "EXACT_AVG"):
         expected = _summed_exactly(wide) / (ranks if reduce == "EXACT_AVG" else 1)
-        # Of two roundings here and there; tests/unit is exact.
+        # The bound is that of two roundings on each side; the tests in tests/unit are exact.
         error = 4 * _half_ulp(name, np.abs(expected))
     else:
         if reduce == "PREMUL_SUM":
@@ -334,7 +334,7 @@ def _summed_exactly(wide: Sequence[Array]) -> Array:
         return _summed_exactly([x.real for x in wide]) + 1j * _summed_exactly(
             [x.imag for x in wide]
         )
-    # Of infinities and NaNs, too.
+    # The sum may be one of infinities and NaNs.
     total: Array = np.sum(wide, axis=0)
     for i in np.flatnonzero(np.isfinite(total)):
         total[i] = math.fsum(x[i] for x in wide)

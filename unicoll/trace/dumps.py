@@ -163,7 +163,7 @@ def read(directory: str) -> Trace:
     """
     skipped: list[str] = []
     contents: dict[str, dict[str, Any]] = {}
-    # Of each job: rank 0's wall clock minus its monotonic clock.
+    # For each job, rank 0's wall clock minus its monotonic clock.
     epochs: dict[str, float] = {}
     for name in sorted(os.listdir(directory)):
         path = os.path.join(directory, name)
@@ -272,9 +272,9 @@ def call_of(rank: int, entry: dict[str, Any], offset: float = 0.0) -> Call:
         values[name] = float(entry[name]) + offset if entry[name] else 0.0
     for side in ("inputs", "outputs"):
         values[side] = tuple((BY_NAME[dtype], tuple(shape)) for dtype, shape in entry[side])
-    # None: any.
+    # None stands for any tag.
     tag = None if entry["tag"] is None else int(entry["tag"])
-    # Older dumps have none.
+    # Older dumps lack the field.
     compression = str(entry.get("compression", ""))
     ranks, nbytes = tuple(map(int, entry["ranks"])), int(entry["bytes"])
     return Call(rank=rank, ranks=ranks, nbytes=nbytes, tag=tag, compression=compression, **values)

@@ -116,7 +116,7 @@ def _different_lines(by_rank: Mapping[int, Mapping[int, Call]], seq: int) -> lis
     skipped = False
     for number in range(seq, 0, -1):
         calls = [made[number] for made in by_rank.values() if number in made]
-        # Some have not called it.
+        # Some ranks have not called it.
         if number == seq and len(calls) < len(by_rank):
             continue
         if len({call.place for call in calls}) < 2:

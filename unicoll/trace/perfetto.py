@@ -27,9 +27,9 @@ def chrome_trace(trace: Trace) -> Event:
     calls = [call for dump in trace.dumps.values() for call in dump.calls]
     begin = min((call.created for call in calls), default=0.0)
     events: list[Event] = []
-    # Of each collective: calls and their tracks.
+    # For each collective its calls and their tracks.
     arrivals: dict[tuple[str, int], list[tuple[Call, int]]] = {}
-    # Of the track titles, equal in all ranks.
+    # For each track title its number, which is equal in all ranks.
     numbers: dict[str, int] = {}
     for rank, dump in trace.dumps.items():
         title = f"rank {rank} ({dump.host}, pid {dump.pid})"
@@ -37,7 +37,7 @@ def chrome_trace(trace: Trace) -> Event:
         events.append(
             {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
         )
-        # For each title: when its tracks are free.
+        # For each title the times at which its tracks are free.
         free: dict[str, list[float]] = {}
         for call in sorted(dump.calls, key=lambda call: call.created):
             end = call.ended or dump.written

@@ -278,7 +278,7 @@ def _messages(trace: Trace) -> Iterator[list[Call]]:
                 receives[call.group, peer, call.rank, call.tag].append(call)
     for key, sent in sends.items():
         received = receives.get(key, [])
-        # Else some were dropped.
+        # Otherwise the recorder has dropped some calls.
         if len(sent) == len(received) and (key[0], key[2]) not in unordered:
             yield from (list(pair) for pair in zip(sent, received, strict=True))
 

@@ -1,7 +1,9 @@
-"""The process's listener, connections between the members of a group, and a base for backends that
-only move bytes."""
+"""The process's listener and the connections between the members of a group.
+
+The CPU backend imports these names; the modules are private to the package. A base for backends
+that only move bytes is ``unicoll.backend.MemberConnections``. Start with ``endpoint.py``.
+"""
 
 from unicoll.backend.connections.endpoint import MESSAGES, Endpoint
-from unicoll.backend.connections.member_connections import MemberConnections
 
-__all__ = ["MESSAGES", "Endpoint", "MemberConnections"]
+__all__ = ["MESSAGES", "Endpoint"]
