@@ -113,7 +113,7 @@ if TYPE_CHECKING:
     )
     from unicoll.arrays.types import ReduceOp, default_pg_timeout, reduce_op
     from unicoll.backend.contract import Registration
-    from unicoll.bootstrap.rendezvous import register_rendezvous_handler
+    from unicoll.bootstrap.store_locations import register_rendezvous_handler
     from unicoll.calls.options import CallOptions, Options, ProcessGroupNCCL
     from unicoll.calls.reduce_ops import supported_reductions
     from unicoll.calls.status import NO_RANK, Status
@@ -174,7 +174,7 @@ _LAZY = {
     **{name: name for name in ("api", "arrays", "backend", "errors", "group", "net")},
     "ProcessGroup": "group.process_group",
     "Work": "calls.work",
-    "register_rendezvous_handler": "bootstrap.rendezvous",
+    "register_rendezvous_handler": "bootstrap.store_locations",
     **dict.fromkeys(("add_hook", "annotate", "check_finite"), "api.hooks"),
     **dict.fromkeys(("Hook", "HookedCall"), "group.call_hooks"),
     **dict.fromkeys(("grow_group", "new_group", "shrink_group", "split_group"), "api.subgroups"),

@@ -24,8 +24,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true
 from tests.support.ranks import ROOT, environment, joined, reserved_port
 from tests.support.worker import send_note
-from unicoll.bootstrap import join as joining
-from unicoll.bootstrap import rendezvous_protocol
+from unicoll.bootstrap import process_end, rendezvous_protocol
 from unicoll.group.call_counters import CallCounters
 from unicoll.process.formatting import command_to_type
 
@@ -43,9 +42,9 @@ def join_pair(folder: str, name: str = "pair", **more: Any) -> Any:
 @contextmanager
 def jobs_as_before() -> Iterator[None]:
     """Checks that the block leaves the jobs which it joins."""
-    before = [*joining._joined]
+    before = [*process_end._joined]
     yield
-    assert joining._joined == before
+    assert process_end._joined == before
 
 
 @on_ranks(3)

@@ -127,7 +127,7 @@ def join_without_rank_1(folder: str) -> Report:
 
 
 def _begin_after_rank_1(folder: str) -> None:
-    importlib.import_module("unicoll.bootstrap.join")  # as init_process_group does
+    importlib.import_module("unicoll.bootstrap.enter")  # as init_process_group does
     if int(os.environ["RANK"]) == 1:
         Path(folder, "ready.1").touch()
     else:

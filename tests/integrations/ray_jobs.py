@@ -22,7 +22,7 @@ from ray.experimental.collective import create_collective_group, destroy_collect
 from ray.util.collective.types import RecvOptions, ReduceOp
 
 import unicoll
-import unicoll.bootstrap.join
+import unicoll.bootstrap.enter
 from unicoll.bootstrap import rendezvous_protocol
 from unicoll.integrations import ray as unicoll_ray
 from unicoll.integrations.ray import BACKEND
@@ -136,7 +136,7 @@ class Rank:
             self.stopped.set()
             threading.Event().wait()
 
-        unicoll.bootstrap.join.join_job = stop
+        unicoll.bootstrap.enter.enter = stop
         self.join(world_size, rank, name)
 
     def wait_until_stopped(self) -> None:

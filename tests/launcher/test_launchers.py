@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launching import environment
-from unicoll.bootstrap import enclosing_jobs, join, launchers
+from unicoll.bootstrap import enclosing_jobs, launchers
 from unicoll.bootstrap.launchers import (
     LaunchInfo,
     detect,
@@ -19,6 +19,7 @@ from unicoll.bootstrap.launchers import (
     is_torchelastic_launched,
     near_misses,
 )
+from unicoll.bootstrap.resolve import JoinRequest, resolve
 from unicoll.errors import DistArgumentError
 
 
@@ -401,16 +402,15 @@ def test_the_innermost_launcher_gives_rank_and_size(
         with pytest.raises(DistArgumentError, match=expected):
             detect(environ)
         with pytest.raises(DistArgumentError, match=expected):
-            join.run_rendezvous("gloo", None, -1, -1, None, 5)
+            resolve(JoinRequest("gloo"))
         # what the error says
-        found = join.run_rendezvous("gloo", "tcp://127.0.0.1:0", 0, 1, None, 5)
-        found.close()
+        found = resolve(JoinRequest("gloo", "tcp://127.0.0.1:0", 0, 1))
         assert (found.rank, found.world_size) == (0, 1)
         return
     launched = detect(environ)
     if launched is None:
         assert expected == "1 without a size"
-        assert launchers.has_rank_without_size()
+        assert launchers.has_rank_without_size(enclosing_jobs.own_environment(environ))
         return
     assert f"{launched.name} {launched.rank} of {launched.world_size}" == expected
     own_environ = enclosing_jobs.own_environment(environ)

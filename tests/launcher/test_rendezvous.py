@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -26,8 +26,11 @@ from tests.support.order import await_true
 from tests.support.ranks import reserved_port
 from unicoll.backend import Job
 from unicoll.bootstrap import launchers, rendezvous_protocol, store_locations
-from unicoll.bootstrap.join import join
-from unicoll.bootstrap.rendezvous import Rendezvous, register_rendezvous_handler, rendezvous
+from unicoll.bootstrap.enter import join
+from unicoll.bootstrap.rendezvous import Rendezvous
+from unicoll.bootstrap.rendezvous import meet as meet_others
+from unicoll.bootstrap.resolve import JoinRequest, resolve
+from unicoll.bootstrap.store_locations import register_rendezvous_handler
 from unicoll.errors import (
     AuthenticationError,
     BackendUnavailableError,
@@ -38,7 +41,6 @@ from unicoll.errors import (
     RankLostError,
     StoreTimeoutError,
 )
-from unicoll.group import backend_choice
 from unicoll.net.control import join_warnings
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unicoll.net.stores.base import Value
@@ -46,6 +48,31 @@ from unicoll.net.wire.secret import Key, Secret
 
 SECRET = {"UNICOLL_SECRET": "a secret of the tests, long enough"}
 OTHER_SECRET = {"UNICOLL_SECRET": "quite another one, long enough too"}
+
+
+def rendezvous(
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    store: Any = None,
+    timeout: float = 300.0,
+    environ: Mapping[str, str] | None = None,
+) -> Rendezvous:
+    """The first two steps of joining a job of the CPU backend."""
+    request = JoinRequest("gloo", init_method, rank, world_size, store, join_timeout=timeout)
+    return meet_others(resolve(request, environ=environ), request, time.monotonic() + timeout)
+
+
+def request(rank: int, world_size: int = 2, timeout: float = 30.0, **asked: Any) -> JoinRequest:
+    return JoinRequest(
+        "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        join_timeout=timeout,
+        makes_group=False,
+        **asked,
+    )
 
 
 def summary(found: Rendezvous) -> dict[str, Any]:
@@ -251,7 +278,9 @@ def write_leftover_file(path: Path, ranks: int) -> None:
     draft = path.with_name("draft")
     store = FileStore(str(draft))
     record = rendezvous_protocol._publish(
-        _UnusedLocation(), PrefixStore("unicoll", store), ranks, Secret(b"", "none"), ""
+        _UnusedLocation(),
+        PrefixStore("unicoll", store),
+        rendezvous_protocol.Participant(0, ranks, Secret(b"", "none")),
     )
     for rank in range(1, ranks):
         PrefixStore(f"unicoll/{record.token}", store).set(f"rank/{rank}", "oldhost, pid 1, 0")
@@ -307,8 +336,11 @@ print(int(x[0]))
 """
 ONLY_RECORD = """
 import os, sys
-from unicoll.bootstrap.rendezvous import rendezvous
-rendezvous(sys.argv[1], 0, 2)
+import time
+from unicoll.bootstrap.rendezvous import meet
+from unicoll.bootstrap.resolve import JoinRequest, resolve
+request = JoinRequest("gloo", sys.argv[1], 0, 2)
+meet(resolve(request), request, time.monotonic() + 300)
 os._exit(0)
 """
 
@@ -361,8 +393,8 @@ def test_a_store_argument_stays_open() -> None:
     store.set_timeout(timedelta(seconds=7))
     found = rendezvous(store=store, environ={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     assert (found.rank, found.world_size) == (0, 1)
-    assert found.launched is not None
-    assert found.launched.local_rank == 0
+    assert found.found.launched is not None
+    assert found.found.launched.local_rank == 0
     found.close()
     assert store.timeout == timedelta(seconds=7)
     store.set("still", "open")
@@ -415,7 +447,7 @@ def test_a_store_with_another_programs_record_is_skipped() -> None:
         TCPStore("127.0.0.1", 0, is_master=True, secret=secret) as other,
         TCPStore("127.0.0.1", 0, is_master=True, secret=secret) as ours,
     ):
-        location = store_locations.TCPLocation("127.0.0.1", [other.port, ours.port], "test", secret, job="1")
+        location = store_locations.TCPLocation("127.0.0.1", [other.port, ours.port], "test", secret)
         PrefixStore(location.namespace, other).set("generation", "42")
         record = rendezvous_protocol.JobRecord("token", 2, True, Key())
         PrefixStore(location.namespace, ours).set("generation", record.format())
@@ -467,7 +499,7 @@ def test_with_torchruns_agent(pool: ProcessPoolExecutor, busy: int) -> None:
 
 
 def test_ports_before_the_last_port() -> None:
-    from unicoll.bootstrap.rendezvous import _ports
+    from unicoll.bootstrap.resolve import _ports
 
     launched = launchers.detect(torchrun(0, 2, 65535))
     assert launched is not None
@@ -498,9 +530,8 @@ def test_a_broken_environment_is_ignored_with_complete_arguments() -> None:
 
 
 def test_registered_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unicoll.bootstrap import rendezvous as module
-
-    monkeypatch.setattr(module, "_handlers", {})
+    monkeypatch.setattr(store_locations, "handlers", handlers := {})
+    monkeypatch.setattr("unicoll.bootstrap.resolve.handlers", handlers)
     calls: list[Any] = []
 
     def handler(url: str, timeout: timedelta, **members: int) -> Iterator[tuple[Store, int, int]]:
@@ -528,12 +559,10 @@ def test_registered_handler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("answer", [(), (None, 0), (HashStore(), 2, 2)])
 def test_a_handler_with_an_invalid_result(monkeypatch: pytest.MonkeyPatch, answer: tuple[Any, ...]) -> None:
-    from unicoll.bootstrap import rendezvous as module
-
     def handler(url: str, **arguments: Any) -> Iterator[Any]:
         yield answer
 
-    monkeypatch.setattr(module, "_handlers", {"zoo": handler})
+    monkeypatch.setattr("unicoll.bootstrap.resolve.handlers", {"zoo": handler})
     with pytest.raises(DistArgumentError, match="rendezvous handler of zoo://keeper"):
         rendezvous("zoo://keeper", 0, 2, environ={})
 
@@ -682,17 +711,16 @@ def test_different_world_sizes() -> None:
 def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
     world_size: int, kind: type[DistError], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(job: Job, backend: str | None) -> Any:
+    def prepare(job: Job) -> None:
         if job.rank == 1:
             raise BackendUnavailableError(text)
-        return backend_choice.choose(backend)
 
-    monkeypatch.setattr("unicoll.bootstrap.join.choose", choose)
+    monkeypatch.setattr("gloo_fallback.backend.GlooBackend.prepare", prepare)
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
-        rank_0 = pool.submit(join, "gloo", None, 0, 2, store, 30.0, 30.0)
+        rank_0 = pool.submit(join, request(0, store=store))
         with pytest.raises(kind, match=text):
-            join("gloo", None, 1, world_size, store, 30.0, 30.0)
+            join(request(1, world_size, store=store))
         with pytest.raises(RankLostError, match=f"rank 1 .* could not join: {kind.__name__}: {text}"):
             rank_0.result()
 
@@ -702,7 +730,7 @@ def test_two_processes_with_rank_0_get_an_error_at_once(key: bytes) -> None:
     """Both waited for rank 1, whose connection went to the later one, until their timeouts."""
     store, secret = HashStore(), Secret(Key(key), "the test")
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(join, "gloo", None, 0, 2, store, 30.0, 30.0, secret=secret) for _ in range(2)]
+        both = [pool.submit(join, request(0, store=store, secret=secret)) for _ in range(2)]
         errors = [one.exception() for one in both]
     assert {type(error) for error in errors} == {DistStoreError, RankLostError}
     process = re.escape(f"{socket.gethostname()}, pid {os.getpid()}")
@@ -734,7 +762,7 @@ def test_ranks_that_do_not_come_are_named_with_the_address(
     monkeypatch.setattr(join_warnings, "FIRST_S", 0.1)
     monkeypatch.setenv("UNICOLL_STALL_WARNING", "1")
     with pytest.raises(DistError, match=error):
-        join("gloo", f"tcp://127.0.0.1:{port}", rank, 2, None, 3.0, 3.0)
+        join(request(rank, timeout=3.0, init_method=f"tcp://127.0.0.1:{port}"))
     said = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
     assert any(f"{warning}tcp://127.0.0.1:{port}" in line for line in said), said
 
@@ -745,7 +773,7 @@ def test_rank_0_names_the_open_files_that_it_needs(port: int, monkeypatch: pytes
     for store in (None, HashStore()):
         place = f"tcp://127.0.0.1:{port}" if store is None else None
         with pytest.raises(DistError, match=expected):
-            join("gloo", place, 0, 100, store, 30.0, 30.0)
+            join(request(0, 100, init_method=place, store=store))
 
 
 def test_another_programs_record() -> None:
@@ -775,8 +803,11 @@ def test_an_open_store_causes_a_warning(caplog: pytest.LogCaptureFixture, tmp_pa
 
 PROGRAM = """
 from datetime import timedelta
-from unicoll.bootstrap.rendezvous import rendezvous
-found = rendezvous(timeout=60)
+import time
+from unicoll.bootstrap.rendezvous import meet
+from unicoll.bootstrap.resolve import JoinRequest, resolve
+request = JoinRequest(join_timeout=60)
+found = meet(resolve(request), request, time.monotonic() + 60)
 if found.rank == 0:  # it hosts the store, so it ends last
     found.store.wait([f"here/{rank}" for rank in range(1, found.world_size)], timedelta(seconds=60))
 else:

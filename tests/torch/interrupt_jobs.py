@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from tests.faults import interrupt_jobs as jobs
 from tests.support.interrupts import Interrupt, Point, Points, describe
 from tests.support.order import await_true
-from unicoll.bootstrap import join as joining
+from unicoll.bootstrap import process_end
 from unicoll.errors import DistError, GroupAbortedError, OperationTimeoutError
 from unicoll.torch_plugin import reconfigurable_group
 from unicoll.torch_plugin.compat import RequestedGroup
@@ -261,7 +261,7 @@ def reconfigurations(folder: str, every: int, first: int) -> int:
         x = torch.ones(1)
         group.allreduce([x]).wait()
         assert x == 1
-        assert len(joining._joined) == 1, describe(point)
+        assert len(process_end._joined) == 1, describe(point)
     group.shutdown()
-    assert not joining._joined
+    assert not process_end._joined
     return len(tried)

@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d as torchs
 pytestmark = pytest.mark.torch
 
 PROGRAM = Path(__file__).parent / "watch_program.py"
-PRELOADED = ("torch.distributed._functional_collectives", "torch._dynamo", "unicoll.bootstrap.join")
+PRELOADED = ("torch.distributed._functional_collectives", "torch._dynamo", "unicoll.bootstrap.enter")
 
 
 class Processes:

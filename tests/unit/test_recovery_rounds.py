@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from unicoll.bootstrap import rendezvous
 from unicoll.bootstrap.recovery_rounds import Member, Round, form_round
-from unicoll.bootstrap.rendezvous import Members
+from unicoll.bootstrap.rendezvous import meet
+from unicoll.bootstrap.resolve import JoinRequest, Resolved, resolve
 from unicoll.errors import DistError, DistStoreError, GroupAbortedError, OperationTimeoutError
 from unicoll.net.stores import HashStore, Store
 from unicoll.parallel.recovery import _senders
@@ -25,8 +25,8 @@ def member(rank: int, **changed: Any) -> Member:
     return replace(Member(rank, True, False, 0, "", f"exit/{rank}"), **changed)
 
 
-def members_of(rank: int, size: int, store: Store) -> Members:
-    return rendezvous.find_members(None, rank, size, store, {})
+def members_of(rank: int, size: int, store: Store) -> Resolved:
+    return resolve(JoinRequest("gloo", rank=rank, world_size=size, store=store), environ={})
 
 
 def form(
@@ -93,7 +93,7 @@ def test_a_member_that_died_is_told_to_those_who_wait_for_it() -> None:
     found = formed.apply_to(members_of(1, 2, store))
     assert (found.rank, found.world_size, found.exit_keys) == (1, 2, ["exit/0", "exit/1"])
     with formed.watched(found.location):
-        joining = Thread(lambda: rendezvous.meet(found, LONG_S))
+        joining = Thread(lambda: meet(found, JoinRequest(), time.monotonic() + LONG_S))
         new = Thread(
             lambda: form(store, member(0), 2)
         )  # it goes on to round 2, and finds itself replaced in round 1

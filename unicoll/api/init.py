@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
@@ -14,16 +13,14 @@ from unicoll.api.world import GroupMember
 from unicoll.arrays.torch_tensors import profiler_watch
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.errors import DistArgumentError, DistError
-from unicoll.group.arguments import as_integer
+from unicoll.group.arguments import DEFAULT_NAME, as_integer
 from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.contract import Job
+    from unicoll.bootstrap.resolve import JoinRequest
     from unicoll.group.process_group import ProcessGroup
-    from unicoll.net.wire.secret import Secret
 
-DEFAULT_NAME = "world"
-"""Name of the default group."""
 RENDEZVOUS_S = 300.0
 """Seconds to join a job, unless a timeout is given."""
 _NAME_LENGTH = 64
@@ -78,18 +75,21 @@ def init_process_group(
             " (torch.distributed.init_process_group makes it, too, with a backend of unicoll); call"
             " destroy_process_group first"
         )
-    job = join_with_group(
+    asked = request(
         "init_process_group",
-        backend,
-        init_method,
         timeout,
-        world_size,
-        rank,
-        store,
-        pg_options,
-        device_id,
+        backend=backend,
+        init_method=init_method,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        pg_options=pg_options,
+        device_id=device_id,
     )
-    enter(job, follow_profiler)
+    # It is imported here for the reason in request().
+    from unicoll.bootstrap import enter
+
+    enter_world(enter.join(asked), follow_profiler)
 
 
 def join(
@@ -149,75 +149,48 @@ def join(
         raise DistArgumentError(
             "join: rank and world_size are given; give init_method or store, too"
         )
-    group: ProcessGroup = join_with_group(
+    asked = request(
         "join",
-        backend,
-        init_method,
         timeout,
-        world_size,
-        rank,
-        store,
-        pg_options,
-        device_id,
-        name,
-        key,
-    ).default
+        backend=backend,
+        init_method=init_method,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        pg_options=pg_options,
+        device_id=device_id,
+        name=name,
+        secret=key,
+    )
+    # It is imported here for the reason in request().
+    from unicoll.bootstrap import enter
+
+    group: ProcessGroup = enter.join(asked).default
     return group
 
 
-def join_with_group(
-    what: str,
-    backend: str | None,
-    init_method: str | None,
-    timeout: Timeout,
-    world_size: int,
-    rank: int,
-    store: Any,
-    pg_options: Any,
-    device_id: Any,
-    name: str = "",
-    secret: Secret | None = None,
-) -> Job:
-    """Join a job and make its group of all ranks, for the public function ``what``."""
+def request(call: str, timeout: Timeout, **asked: Any) -> JoinRequest:
+    """The request of the public function ``call``, with its arguments; ``timeout`` is the user's.
+
+    Raises:
+        DistTypeError: rank or world size is no integer.
+        DistArgumentError: the timeout is not positive.
+    """
     # These are imported here and not at the top: most modules of unicoll, and logging, hashlib and
     # socket, serve jobs only. new_group imports nothing: an import that fails on one rank, for want
     # of descriptors for example, would come before the rank has counted the group, and its later
     # groups would have other names than on the other ranks.
     import unicoll.api.subgroups  # noqa: F401
-    from unicoll.bootstrap.join import join
+    from unicoll.bootstrap.resolve import JoinRequest
 
-    rank = as_integer(f"{what}: rank", rank)
-    world_size = as_integer(f"{what}: world_size", world_size)
+    for name in ("rank", "world_size"):
+        asked[name] = as_integer(f"{call}: {name}", asked[name])
     limit = world.seconds(timeout, default_pg_timeout.total_seconds())
     joining_s = min(limit, RENDEZVOUS_S) if timeout is None else limit
-    job = join(backend, init_method, rank, world_size, store, limit, joining_s, name, secret)
-    make_default_group(job, joining_s, pg_options, device_id)
-    return job
+    return JoinRequest(timeout=limit, join_timeout=joining_s, **asked)
 
 
-def make_default_group(job: Job, joining_s: float, pg_options: Any, device_id: Any) -> None:
-    """Make the group of all ranks of a job that this process has joined; on an error the job is
-    left."""
-    from unicoll.backend.contract import Context
-    from unicoll.bootstrap.join import leave
-    from unicoll.group.process_group import ProcessGroup
-
-    try:
-        name, all_ranks = job.name or DEFAULT_NAME, tuple(range(job.size))
-        desc = job.name or "default_pg"
-        context = Context(job, name, all_ranks, job.timeout, pg_options, device_id, desc=desc)
-        job.default = ProcessGroup.create(context, job.choices)
-        # Rank 0 returns only when the others have made their groups, too: for that they need its
-        # threads, and its program may next make a call that keeps the GIL until all ranks make it,
-        # such as MPI_Init.
-        if job.control is not None:
-            job.control.initialized(joining_s)
-    except BaseException as e:
-        leave(job, e)
-        raise
-
-
-def enter(job: Job, follow: Callable[[bool], None] | None = None) -> None:
+def enter_world(job: Job, follow: Callable[[bool], None] | None = None) -> None:
     """Make the group of a job that this process has joined the default group, which the functions
     then use.
 
@@ -263,30 +236,11 @@ def destroy_process_group(group: Any = None) -> None:
     pg: Any = world.member(group, "destroy_process_group")
     pg = getattr(pg, "base", pg)
     job = world.job_of(pg, "destroy_process_group")
-    if pg is job.default:
-        from unicoll.bootstrap.join import leave
-
-        try:
-            leave(job)
-        except DistError as e:
-            # The frames are those of the teardown, not of the call that has failed.
-            raise e.with_traceback(None) from e.__cause__
-        return
-    # An exception of a signal's handler may come in any of these lines: what was registered before
-    # is called all the same. The callbacks run in reverse order, so the group is closed before the
-    # job is left.
-    with ExitStack() as ending:
-        ending.callback(_leave_if_empty, job)
-        ending.callback(pg.close)
-        job.groups.remove(pg)
-
-
-def _leave_if_empty(job: Job) -> None:
-    """Leave a job whose default group recover() has replaced, once its last group is destroyed."""
-    if not job.groups:
-        from unicoll.bootstrap.join import leave
-
-        leave(job)
+    try:
+        job.close_group(pg)
+    except DistError as e:
+        # The frames are those of the teardown, not of the call that has failed.
+        raise e.with_traceback(None) from e.__cause__
 
 
 def explain(group: Any = None) -> str:

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Literal, NamedTuple, overload
 
-from unicoll.bootstrap.join import set_exit_cause
+from unicoll.bootstrap.process_end import set_exit_cause
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.group.arguments import as_integer
 from unicoll.net.objects.object_format import type_name

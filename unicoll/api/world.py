@@ -108,12 +108,19 @@ def enter(job: Job) -> None:
     # The default group is the new job's from here on, so the end of the job before must not reset
     # it.
     if _job is not None:
-        _job.leaving = None
+        _job.on_leave.remove(_forget)
     _had_group = True
     job.function_view = job.default._function_view
-    job.leaving = _forget
+    job.on_leave.append(_forget)
     _job, _pid = job, os.getpid()
     group.WORLD = job.default
+
+
+def forget(job: Job) -> None:
+    """There is no default group any more, if it was the one of this job; the job is not left."""
+    if job is _job:
+        job.on_leave.remove(_forget)
+        _forget()
 
 
 def _forget() -> None:
@@ -127,9 +134,7 @@ def leave(error: BaseException | None = None) -> None:
     """Leave the job of the default group, if there is one; ``error`` is the exception that ends the
     process."""
     if _job is not None:
-        from unicoll.bootstrap import join
-
-        join.leave(_job, error)
+        _job.leave(error)
 
 
 def replaces_lost_rank() -> bool:

@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import DType, Reduction
 from unicoll.calls.call import Call, OneSidedCall
+from unicoll.calls.error_marks import mark_delivered
 from unicoll.calls.options import CallOptions
 from unicoll.errors import BackendUnavailableError, DistError
 
@@ -124,7 +125,7 @@ class Job:
         hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.call_hooks`).
         error: the exception or SystemExit because of which this process leaves the job; None
             before, and if the program goes on.
-        leaving: called first when this process leaves the job, and in a forked child of it.
+        on_leave: called first when this process leaves the job, and in a forked child of it.
         cleanup: what is closed when this process leaves the job.
         number: of the job in this process, never used again.
         forked: True in a forked child, which is not a member.
@@ -153,7 +154,7 @@ class Job:
     named: Counter[str] = field(default_factory=Counter)
     hooks: tuple[Any, ...] = ()
     error: BaseException | None = None
-    leaving: Callable[[], None] | None = None
+    on_leave: list[Callable[[], None]] = field(default_factory=list)
     cleanup: ExitStack = field(default_factory=ExitStack)
     number: int = field(default_factory=count(1).__next__)
     forked: bool = False
@@ -177,6 +178,70 @@ class Job:
         """The launcher's report on a rank that died, as the end of a sentence; "" without one."""
         cause = self.exit_cause(rank) if self.exit_cause is not None else None
         return f" ({cause})" if cause else ""
+
+    def close_group(self, group: Any, reason: str = "", *, stays: bool = False) -> None:
+        """Close a group of this job. The last one leaves the job, and so does the default group
+        without a reason.
+
+        Args:
+            reason: why the calls of other ranks in the group raise, which may not know of a loss
+                yet; "" if all its members close it.
+            stays: True if the job is not left even if it has no group any more.
+
+        Raises:
+            DistError: of the group, if it has failed and no call has raised it; not with a reason.
+        """
+        if group is self.default and not reason:
+            self.leave()
+            return
+        # An exception of a signal's handler may come in any of these lines: what was registered
+        # before is called all the same. The callbacks run in reverse order.
+        with ExitStack() as ending:
+            if not stays:
+                ending.callback(self._leave_if_empty)
+            ending.callback(group.close, raise_failure=not reason)
+            if reason:
+                self._abort(group, reason)
+            if group in self.groups:
+                self.groups.remove(group)
+
+    def _leave_if_empty(self) -> None:
+        if not self.groups:
+            self.leave()
+
+    def _abort(self, group: Any, reason: str) -> None:
+        control = self.control
+        if control is not None and control.group_failure(group.name) is None:
+            died = [rank for rank in control.died if rank in group.ranks]
+            group.abort(f"{control.departed[died[0]]}; {reason}" if died else reason)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leave the job: close its groups, the control plane and the store; idempotent.
+
+        Args:
+            error: the exception that has ended the program, or SystemExit; None if the program goes
+                on.
+
+        Raises:
+            DistError: of a group that has failed, if no call has raised it.
+        """
+        self.error = self.error or error
+        for call in [*self.on_leave]:
+            call()
+        # A second call has no effect on a job that has become the default one meanwhile.
+        self.on_leave.clear()
+        groups = [*self.groups]
+        self.groups.clear()
+        # An exception in one of these does not keep the others open.
+        with self.cleanup.pop_all() as cleanup:
+            for group in groups:
+                cleanup.callback(group.close)
+            if error is not None and not isinstance(error, SystemExit):
+                ended = DistError(f"this process ended with {type(error).__name__}: {error}")
+                mark_delivered(ended)
+                for group in groups:
+                    # Pending operations must not block the exit.
+                    group.abort_on_this_rank(ended)
 
     def shared(self, name: str, make: Callable[[], Any]) -> Any:
         """A resource of which a backend has one per process and job, a listener for example; closed

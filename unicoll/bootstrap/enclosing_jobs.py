@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,7 +93,7 @@ def _rows(environ: Environ) -> dict[str, tuple[LauncherRow, str | None]]:
     """
     found: dict[str, tuple[LauncherRow, str | None]] = {}
     for row in LAUNCHERS:
-        if row.rank not in found and row.applies(environ):
+        if row.rank in environ and row.rank not in found and row.applies(environ):
             size = row.size_variable(environ)
             if size or row.mpi:
                 found[row.rank] = row, size
@@ -160,14 +160,11 @@ def unmark_joined() -> None:
         del os.environ[_JOINED]
 
 
-def refuse_subprocess(
-    detect: Callable[[], LaunchInfo | None], environ: Environ = os.environ
-) -> None:
-    """Raise DistArgumentError if an ancestor of this process has joined the job of the same
-    variables."""
+def refuse_subprocess(launched: LaunchInfo | None, environ: Environ) -> None:
+    """Raise DistArgumentError if an ancestor of this process has joined the launcher's job of the
+    same variables."""
     pid, _, identity = environ.get(_JOINED, "").partition(" ")
-    launched = detect() if identity else None
-    if launched is None or identity != _identity(launched, environ):
+    if not identity or launched is None or identity != _identity(launched, environ):
         return
     # The mark alone proves nothing: it may be left over from a process that has ended, or its
     # process may have handed its environment to one that it has not started.

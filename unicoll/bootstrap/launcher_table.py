@@ -56,9 +56,11 @@ class LauncherRow:
 
     def applies(self, environ: Environ) -> bool:
         """True if the variables have the rank, the marker, and nothing that excludes the row."""
+        # Nearly all rows of the table end at the first condition.
         return (
-            (self.marker is None or self.marker in environ)
+            self.rank in environ
             and first_set((self.rank,), environ) is not None
+            and (self.marker is None or self.marker in environ)
             and (self.exclude is None or self.exclude(environ) is None)
         )
 
@@ -70,7 +72,10 @@ class LauncherRow:
 
 def first_set(names: tuple[str, ...], environ: Environ) -> str | None:
     """The first of some variables that is set, and not to blanks."""
-    return next((name for name in names if environ.get(name, "").strip()), None)
+    for name in names:
+        if environ.get(name, "").strip():
+            return name
+    return None
 
 
 # Slurm numbers the steps of a job from 0; ids from 0xfffffff0 are reserved: batch script,

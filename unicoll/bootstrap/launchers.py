@@ -75,10 +75,13 @@ def detect(environ: Environ = os.environ) -> LaunchInfo | None:
         DistArgumentError: a variable of that row is not a number, is negative, or contradicts
             another one, or those of another launcher.
     """
-    environ = own_environment(environ)
+    return first_complete(own_environment(environ))
+
+
+def first_complete(environ: Environ) -> LaunchInfo | None:
+    """:func:`detect` in an environment without variables of enclosing jobs."""
     for row in LAUNCHERS:
-        size = row.size_variable(environ)
-        if size and row.applies(environ):
+        if row.applies(environ) and (size := row.size_variable(environ)):
             return _read(row, size, environ)
     return None
 
@@ -103,13 +106,9 @@ def master_of(environ: Environ, row: LauncherRow = TORCH_STYLE) -> tuple[str | N
     )
 
 
-def has_rank_without_size() -> bool:
-    """True if an MPI launcher has set a rank, but no size, in the environment."""
-    try:
-        environ = own_environment()
-    except DistArgumentError:
-        # The rendezvous needs one of the two sizes, unless they are arguments.
-        return False
+def has_rank_without_size(environ: Environ) -> bool:
+    """True if an MPI launcher has set a rank, but no size, in an environment without variables of
+    enclosing jobs."""
     return any(
         row.mpi and row.applies(environ) and row.size_variable(environ) is None for row in LAUNCHERS
     )

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from unicoll.bootstrap import launchers
+from unicoll.bootstrap.launcher_table import Environ
 from unicoll.bootstrap.launchers import LaunchInfo
 from unicoll.errors import BackendUnavailableError, DistArgumentError
-from unicoll.group import backend_choice, registry
+from unicoll.group import registry
+from unicoll.group.backend_choice import BackendChoice
 from unicoll.net.stores import Store
 from unicoll.process import logs
 from unicoll.process.timeouts import seconds_left
 
+if TYPE_CHECKING:
+    from unicoll.bootstrap.resolve import JoinRequest
+
 log = logs.logger("mpi")
 
 
-class MPIJobStart(NamedTuple):
-    """The arguments of the rendezvous.
+class MPIStart(NamedTuple):
+    """How MPI takes part in a job.
 
     Attributes:
-        rank, world_size: -1 to read them from the launcher.
-        launched: the launcher's information from MPI or the environment; None if the rendezvous
-            reads it.
+        decides: True if rank and world size are MPI's, whatever was asked.
+        launched: the launcher's information, from MPI or the environment, if MPI has been asked.
         store: opens a store over MPI; None if MPI is not used.
         spare_store: opens one if the rendezvous has no address: MPI's launcher has started the job,
             but MPI was not requested for arrays.
@@ -33,8 +37,7 @@ class MPIJobStart(NamedTuple):
         notes: for explain().
     """
 
-    rank: int
-    world_size: int
+    decides: bool = False
     launched: LaunchInfo | None = None
     store: Callable[[float], Store] | None = None
     spare_store: Callable[[float], Store] | None = None
@@ -43,39 +46,60 @@ class MPIJobStart(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MPIJobStart:
-    """Start MPI if it is chosen: by name, or because its launcher started the job.
+def is_default(request: JoinRequest, detected: LaunchInfo | None, environ: Environ) -> bool:
+    """True if MPI's launcher has started the processes of this join, so that MPI is the default for
+    arrays in host memory."""
+    if detected is None:
+        return launchers.has_rank_without_size(environ)
+    # With another world size than the launcher's the caller describes other processes than those
+    # that MPI's launcher has started. If MPI is requested by name, the arguments have no effect.
+    return detected.started_by_mpi and (
+        _is_named(request) or request.world_size in (-1, detected.world_size)
+    )
+
+
+def _is_named(request: JoinRequest) -> bool:
+    backend = request.wanted
+    return isinstance(backend, str) and "mpi" in re.split("[:,]", backend.lower())
+
+
+def start(
+    request: JoinRequest,
+    detected: LaunchInfo | None,
+    choices: Sequence[BackendChoice],
+    by_mpi: bool,
+    deadline: float,
+) -> MPIStart:
+    """Start MPI if it is among the backends: by name, or because its launcher started the job.
 
     If the launcher's variables put all ranks on this host, the rendezvous uses MPI, but MPI is not
     the default for arrays: the CPU backend is faster within a host (docs/hpc.md has measurements).
     All ranks make the same choice: if one rank's host has as many ranks as the job, then all ranks
     are on that host and have equal variables.
 
-    As in torch.distributed, MPI determines rank and size: if it is requested by name, ``rank`` and
-    ``world_size`` have no effect. If the launcher's variables do not contain the size, it is read
-    from MPI.
+    As in torch.distributed, MPI determines rank and size: if it is requested by name, those of
+    ``request`` have no effect. If the launcher's variables do not contain the size, it is read from
+    MPI.
+
+    Args:
+        detected: the launcher's information; None if none is complete.
+        choices: the backends, if MPI can be used.
+        by_mpi: the result of :func:`is_default`.
+        deadline: for the other processes' start of MPI (``time.monotonic()``).
 
     Raises:
         BackendUnavailableError: MPI was requested by name, but was not started with the other
             processes.
     """
-    by_name = "mpi" in re.split("[:,]", (backend or "").lower())
-    detected = detect()
-    if detected is None:
-        by_mpi = launchers.has_rank_without_size()
-    else:
-        # With another world size than the launcher's the caller describes other processes than
-        # those that MPI's launcher has started. If MPI is requested by name, the arguments have no
-        # effect.
-        by_mpi = detected.started_by_mpi and (by_name or world_size in (-1, detected.world_size))
-    choices = backend_choice.choose(backend, by_mpi)
+    rank, world_size = request.rank, request.world_size
     if not any(c.name == "mpi" for c in choices):
         if by_mpi and not all(c.explicit for c in choices):
             _warn(detected, registry.reason_against("mpi"))
         # MPI is not started here, because only a rendezvous without an address needs it.
         spare = partial(_spare_store, detected) if by_mpi and detected is not None else None
-        return MPIJobStart(rank, world_size, spare_store=spare)
-    world = registry.mpi_world(timeout)
+        return MPIStart(spare_store=spare)
+    by_name = _is_named(request)
+    world = registry.mpi_world(seconds_left(deadline))
     launched = detected or launchers.from_mpi_world(world.rank, world.size)
     # A world of one process without a launcher shows that no mpirun has started this process. For a
     # job of one rank that requests MPI by name this is right. A library that does not know the
@@ -86,7 +110,7 @@ def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MP
         if by_name:
             raise BackendUnavailableError(f"backend 'mpi': {reason}, or use backend='gloo'")
         _warn(detected, reason)
-        return MPIJobStart(rank, world_size, detected, reason=reason)
+        return MPIStart(launched=detected, reason=reason)
     notes, reason = [], ""
     if not by_name and launched.single_host:
         ranks = (
@@ -95,14 +119,11 @@ def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MP
             else "there is one rank"
         )
         reason = f"{ranks}, where the CPU backend is faster than MPI; backend='mpi' uses MPI"
-    if by_name and launched.started_by_mpi:
-        if (rank, world_size) not in ((-1, -1), (launched.rank, launched.world_size)):
-            notes.append(
-                f"rank={rank}, world_size={world_size} have no effect: MPI determines them"
-            )
-        rank = world_size = -1
+    decides = by_name and launched.started_by_mpi
+    if decides and (rank, world_size) not in ((-1, -1), (launched.rank, launched.world_size)):
+        notes.append(f"rank={rank}, world_size={world_size} have no effect: MPI determines them")
     store = registry.mpi_store if world.stores else None
-    return MPIJobStart(rank, world_size, launched, store, None, True, reason, tuple(notes))
+    return MPIStart(decides, launched, store, None, True, reason, tuple(notes))
 
 
 def _spare_store(launched: LaunchInfo, deadline: float) -> Store:
@@ -140,16 +161,6 @@ def _warn(launched: LaunchInfo | None, reason: str | None) -> None:
         launched.source,
         reason,
     )
-
-
-def detect() -> LaunchInfo | None:
-    """The launcher's information; None also if its variables are wrong."""
-    try:
-        return launchers.detect()
-    except DistArgumentError:
-        # The rendezvous raises the same error if it needs the launcher; with complete arguments it
-        # does not.
-        return None
 
 
 def _reason_against(launched: LaunchInfo, world: registry.MPIWorld, world_size: int) -> str:

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from unicoll.bootstrap.rendezvous import Members
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
+from unicoll.bootstrap.resolve import Resolved
 from unicoll.errors import (
     DistError,
     GroupAbortedError,
@@ -92,7 +92,7 @@ class Round(NamedTuple):
     members: list[Member]
     store: Store
 
-    def apply_to(self, found: Members) -> Members:
+    def apply_to(self, found: Resolved) -> Resolved:
         """Rank, size and the namespace in the store for the rendezvous of the members; ``found`` is
         the launcher's."""
         # Each round is a rendezvous of its own: records and claims of a round whose members did not
@@ -165,7 +165,7 @@ class _WatchedStore(PrefixStore):
 
 
 def form_round(
-    found: Members,
+    found: Resolved,
     root: Store,
     own: Member,
     last: int,

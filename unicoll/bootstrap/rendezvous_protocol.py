@@ -150,6 +150,20 @@ class AgreedStore(NamedTuple):
         return True
 
 
+class Participant(NamedTuple):
+    """A process that takes part in the protocol.
+
+    Attributes:
+        secret: the job's; empty without one.
+        job: the launcher's id of the job, equal on all ranks that have one; "" if unknown.
+    """
+
+    rank: int
+    world_size: int
+    secret: Secret
+    job: str = ""
+
+
 class JobRecord(NamedTuple):
     """Rank 0's record; ``key`` is empty if the job has a secret, which is never sent, but signs the
     record.
@@ -197,26 +211,19 @@ class JobRecord(NamedTuple):
             ) from None
 
 
-def agree_on_store(
-    location: StoreLocation,
-    rank: int,
-    world_size: int,
-    secret: Secret,
-    deadline: float,
-    job: str = "",
-) -> AgreedStore:
+def agree_on_store(location: StoreLocation, own: Participant, deadline: float) -> AgreedStore:
     """Open the store and run the protocol, until ``deadline`` (``time.monotonic()``).
 
-    The other ranks wait for rank 0 only. ``job`` is the launcher's id of the job, equal on all
-    ranks that have one. On an error, one of those of
-    :func:`unicoll.bootstrap.rendezvous.rendezvous`, the store is closed.
+    The other ranks wait for rank 0 only. On an error, one of those of
+    :func:`unicoll.bootstrap.rendezvous.meet`, the store is closed.
     """
+    rank = own.rank
     while True:
         try:
-            root = location.open(rank, world_size, deadline)
+            root = location.open(rank, own.world_size, deadline)
             if location.wrap is not None:
                 root = location.wrap(root)
-            return _agree_at(location, root, rank, world_size, secret, deadline, job)
+            return _agree_at(location, root, own, deadline)
         except (DistStoreError, DistNetworkError) as error:
             location.close()
             # Rank 0 had time to replace a stale record (STALE_SECONDS), so the store is not opened
@@ -239,22 +246,17 @@ def agree_on_store(
 
 
 def _agree_at(
-    location: StoreLocation,
-    root: Store,
-    rank: int,
-    world_size: int,
-    secret: Secret,
-    deadline: float,
-    job: str = "",
+    location: StoreLocation, root: Store, own: Participant, deadline: float
 ) -> AgreedStore:
     # A handler may determine rank and world size only when it opens the store.
     if location.members is not None:
-        rank, world_size = location.members
+        own = Participant(*location.members, own.secret, own.job)
+    rank, world_size, secret, _ = own
     store = PrefixStore(location.namespace, root)
     if rank == 0:
-        record = _publish(location, store, world_size, secret, job)
+        record = _publish(location, store, own)
     else:
-        record = _await_record(location, store, rank, secret, deadline, job)
+        record = _await_record(location, store, own, deadline)
     # The record counts as used also if this rank refuses it below: a repeated call needs a new one.
     with _lock:
         _used.append((record.token, rank))
@@ -313,9 +315,8 @@ def _digest(job: str) -> str:
     return hashlib.sha256(job.encode("utf-8", "surrogateescape")).hexdigest()[:16] if job else "-"
 
 
-def _publish(
-    location: StoreLocation, store: Store, world_size: int, secret: Secret, job: str
-) -> JobRecord:
+def _publish(location: StoreLocation, store: Store, own: Participant) -> JobRecord:
+    _, world_size, secret, job = own
     private = bool(secret.key) or location.private()
     if not private and world_size > 1 and not location.warns:
         log.warning(
@@ -344,14 +345,15 @@ def _publish(
 
 
 def _await_record(
-    location: StoreLocation, store: Store, rank: int, secret: Secret, deadline: float, job: str
+    location: StoreLocation, store: Store, own: Participant, deadline: float
 ) -> JobRecord:
     """Rank 0's record, once this process has claimed its rank under the record's token."""
+    rank, _, secret, job = own
     give_up = deadline
     other: _OtherJobError | None = None
     refused = ""
     pauses = backoff(0.005, 0.1)
-    own = _digest(job)
+    digest = _digest(job)
     while True:
         # The text is in no local variable, because it may contain the key, and tracebacks may show
         # local variables. JobRecord has it as a Key, whose repr hides it.
@@ -363,7 +365,7 @@ def _await_record(
             try:
                 # Ids that are unknown on one of the two sides prove nothing: only two known ids
                 # that differ do.
-                if len({record.job, own, "-"}) == 3:
+                if len({record.job, digest, "-"}) == 3:
                     raise _OtherJobError(
                         f"rank 0's record in the store at {location.address} is another job's than"
                         f" that of rank {rank} ({job}): the store has the values of another job, or"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from urllib.parse import SplitResult, parse_qsl, urlencode
 
+from unicoll.bootstrap.launchers import LaunchInfo
 from unicoll.bootstrap.rendezvous_protocol import MIN_SECONDS, JobRecord, StoreLocation, was_used
 from unicoll.errors import DistArgumentError, DistError, DistNetworkError
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -19,9 +20,32 @@ from unicoll.process.timeouts import backoff, seconds_left
 
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 
+handlers: dict[str, Handler] = {}
+"""By URL scheme the handlers that the program has registered."""
+BUILT_IN = ("env", "file", "tcp")
+"""The schemes that need no handler."""
+
 PROBE_SECONDS = 2.0
 """First timeout for the reply of a server that may be another program's; it grows with each
 round."""
+
+
+def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
+    """Register a handler for ``init_method="<scheme>://..."`` (torch.distributed's function).
+
+    ``handler(url, rank=..., world_size=..., timeout=...)`` is a generator function that yields one
+    ``(store, rank, world_size)``. The URL also has rank and world size in its query, as torch's
+    handlers expect; ``timeout`` is a ``timedelta``. The generator is closed together with the
+    rendezvous.
+
+    Raises:
+        DistArgumentError: the scheme has a handler, or is not a valid scheme.
+    """
+    if not scheme.replace("+", "").replace("-", "").replace(".", "").isalnum():
+        raise DistArgumentError(f"{scheme!r} is not a URL scheme")
+    if scheme in handlers or scheme in BUILT_IN:
+        raise DistArgumentError(f"a rendezvous handler for {scheme}:// is registered already")
+    handlers[scheme] = handler
 
 
 class ExistingStoreLocation(StoreLocation):
@@ -161,15 +185,14 @@ class TCPLocation(StoreLocation):
         ports: the ports to try, in this order; equal on all ranks.
         source: where host and ports come from, for messages.
         secret: the job's secret.
-        hosted: True if the store exists already; else rank 0 hosts it.
-        all_interfaces: True if rank 0's store listens on all interfaces, not only at ``host``.
-        single_host: True if all ranks are known to be on this host.
-        job: text that distinguishes this job from others whose store may use one of several ports.
+        launched: the launcher's information. Its job distinguishes the stores of several jobs,
+            where each may use one of several ports.
     """
 
     reopens = True
     warns = True
     refuses_other_users = True
+    server = "rank 0"
 
     def __init__(
         self,
@@ -177,26 +200,22 @@ class TCPLocation(StoreLocation):
         ports: Sequence[int],
         source: str,
         secret: Secret,
-        *,
-        hosted: bool = False,
-        all_interfaces: bool = False,
-        single_host: bool = False,
-        job: str = "",
+        launched: LaunchInfo | None = None,
     ) -> None:
         self.master_host: str = host
         self._ports, self._source, self._secret = ports, source, secret
-        self._hosted, self._all_interfaces, self._single_host = hosted, all_interfaces, single_host
-        self.ends_with_rank_0 = not hosted
+        self._single_host = launched is not None and launched.single_host
         self.found_again = len(ports) == 1
         self._store: TCPStore | None = None
         self.address = f"tcp://{interfaces.join_hostport(host, ports[0])}"
         if len(ports) > 1:
             self.address += f" to {ports[-1]}"
+            job = launched.job if launched is not None else ""
             self.namespace = f"unicoll/{hashlib.blake2s(job.encode(), digest_size=6).hexdigest()}"
 
     def open(self, rank: int, world_size: int, deadline: float) -> Store:
         self.close()
-        if rank == 0 and not self._hosted:
+        if rank == 0 and self.ends_with_rank_0:
             self._store = self._serve(world_size, deadline)
         elif len(self._ports) == 1:
             self._store = self._open_store(self._ports[0], world_size, deadline)
@@ -209,10 +228,9 @@ class TCPLocation(StoreLocation):
 
     def describe(self) -> str:
         port = self._ports[0] if self._store is None else self._store.port
-        host = "the launcher" if self._hosted else "rank 0"
         return (
             f"tcp://{interfaces.join_hostport(self.master_host, port)} ({self._source}), hosted by"
-            f" {host}"
+            f" {self.server}"
         )
 
     def close(self, linger: bool = False) -> None:
@@ -224,8 +242,6 @@ class TCPLocation(StoreLocation):
         """The narrowest address that all ranks can certainly reach; None for the store's own rule
         (loopback for a loopback address, else all interfaces)."""
         host = self.master_host
-        if self._all_interfaces:
-            return "*"
         if interfaces.is_loopback(host):
             # A host's own name may resolve to loopback on this host only (127.0.1.1 in /etc/hosts).
             return host if self._single_host and not interfaces.is_loopback_name(host) else None
@@ -304,6 +320,20 @@ class TCPLocation(StoreLocation):
         except DistError:
             # The connection was lost, or the server is another program's.
             return False
+
+
+class LauncherStoreLocation(TCPLocation):
+    """The launcher's TCPStore, which exists before the ranks and outlives them."""
+
+    server = "the launcher"
+    ends_with_rank_0 = False
+
+
+class OpenLocation(TCPLocation):
+    """A TCPStore of rank 0 that listens on all interfaces, since no address was given."""
+
+    def _bind(self) -> str | None:
+        return "*"
 
 
 def _innermost(store: Store) -> Store:

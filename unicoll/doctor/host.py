@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unicoll.bootstrap import launchers
+from unicoll.bootstrap.enclosing_jobs import own_environment
 from unicoll.bootstrap.launchers import LaunchInfo
 from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import DistArgumentError, DistError
@@ -43,7 +44,7 @@ def launched_or_none() -> LaunchInfo | None:
         found = launchers.detect()
     except DistArgumentError:
         return None
-    if found is None and launchers.has_rank_without_size():
+    if found is None and launchers.has_rank_without_size(own_environment()):
         return launchers.from_mpi_world(0, 1)
     return found
 

@@ -91,7 +91,7 @@ def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
 def _mpi_is_beside(group: Any) -> bool:
     """True if MPI has started this job of several ranks and its default group uses another
     backend."""
-    started: bool = world.current("doctor").rendezvous.mpi_started
+    started: bool = world.current("doctor").rendezvous.found.mpi_started
     return started and group.size() > 1 and group.backend_name != "mpi"
 
 
@@ -113,7 +113,7 @@ def _add_facts_of_joining(sections: dict[str, Facts]) -> None:
     """Add who can join, and the facts about MPI if joining has initialised MPI in this process."""
     rendezvous = world.current("doctor").rendezvous
     sections["environment"]["trusted"] = rendezvous.trusted
-    if rendezvous.mpi_started:
+    if rendezvous.found.mpi_started:
         mpi = registry.mpi_world(_MIN_TIMEOUT_S)
         lines = [mpi.library, f"arrays on a GPU: {mpi.cuda}"]
         sections["mpi"] |= {

@@ -12,6 +12,9 @@ from unicoll.arrays.conversion import Buffer, as_buffers
 from unicoll.calls.flight_recorder import site_of, user_frame
 from unicoll.errors import DistArgumentError, DistTypeError
 
+DEFAULT_NAME = "world"
+"""Name of the default group of a job without a name."""
+
 
 def as_integer(what: str, value: Any) -> int:
     """An integer of any type as an int; ``what`` is operation and argument, for the DistTypeError

@@ -43,7 +43,7 @@ from distributed.client import futures_of
 from distributed.comm import get_address_host
 
 from unicoll.api import world
-from unicoll.api.init import enter, join
+from unicoll.api.init import enter_world, join
 from unicoll.errors import (
     AuthenticationError,
     DistArgumentError,
@@ -600,7 +600,7 @@ class _Member:
             )
             with _changed:
                 self._job = group.job
-            enter(group.job)
+            enter_world(group.job)
             # An end() that came before the job was known has aborted no group.
             self._raise_if_ended()
         except DistError:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from unicoll.api import init, objects, world
-from unicoll.arrays.types import default_pg_timeout
 from unicoll.errors import (
     AuthenticationError,
     DistArgumentError,
@@ -21,7 +20,6 @@ from unicoll.errors import (
     OperationTimeoutError,
     RankLostError,
 )
-from unicoll.group import backend_choice
 from unicoll.group.arguments import as_integer
 from unicoll.net.control.departures import exit_key
 from unicoll.net.wire.handshake import NoAnswerError
@@ -33,7 +31,7 @@ from unicoll.process.timeouts import Timeout
 if TYPE_CHECKING:
     from unicoll.backend.contract import Job
     from unicoll.bootstrap.recovery_rounds import Member, Round
-    from unicoll.bootstrap.rendezvous import Members
+    from unicoll.bootstrap.resolve import JoinRequest
     from unicoll.group.process_group import ProcessGroup
 
 log = logs.logger("job")
@@ -120,39 +118,43 @@ def recover(
         BackendUnavailableError, AuthenticationError, DistStoreError, DistNetworkError: as for
             :func:`init_process_group`.
     """
-    from unicoll.bootstrap import join, rendezvous
-
     own_state = State({} if state is None else state)
     if step is None:
         step = (state or {}).get("step", 0)
     step = as_integer("recover: step", step)
     if min_size is not None and as_integer("recover: min_size", min_size) < 1:
         raise DistArgumentError(f"recover: min_size must be 1 or more, not {min_size}")
-    operations_s = world.seconds(timeout, default_pg_timeout.total_seconds())
+    asked = init.request(
+        "recover",
+        timeout,
+        backend=backend,
+        init_method=init_method,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        pg_options=pg_options,
+        device_id=device_id,
+    )
     old = world.current("recover") if world.is_initialized() else None
     if old is not None and _is_of_torch(old.default):
         raise DistArgumentError(
             "recover: torch.distributed.init_process_group has made the default group: call its"
             " destroy_process_group first, and recover() in place of both"
         )
-    join.apply_environment()
+    # It is imported here for the reason in init.request().
+    from unicoll.bootstrap import enter, resolve
 
-    def find_members() -> Members:
-        return rendezvous.find_members(init_method, rank, world_size, store)
-
-    settings = _GroupSettings(backend, operations_s, pg_options, device_id)
-    recovery = _Recovery(find_members, settings, own_state, step, old is not None)
-    if find_members().location.found_again and not _is_fake(backend, old):
+    found = resolve.resolve(asked)
+    recovery = _Recovery(asked, own_state, step, old is not None)
+    if found.location.found_again and not (found.fake if old is None else old.fake):
         # Otherwise an earlier call has ended it.
         if old is not None and old.default in old.groups:
             # Ranks that still wait in the old group, because they do not know of the loss, get an
-            # error.
-            join.end_group(old, old.default, f"rank {old.rank} calls recover()")
+            # error. The job stays: if this call fails, the next one finds its hooks.
+            old.close_group(old.default, f"rank {old.rank} calls recover()", stays=True)
         job = recovery.run(world.seconds(wait, init.RENDEZVOUS_S), min_size)
     elif old is None:
-        job = init.join_with_group(
-            "recover", backend, init_method, timeout, world_size, rank, store, pg_options, device_id
-        )
+        job = enter.join(asked)
         recovery.share(job)
     else:
         raise DistArgumentError(
@@ -164,21 +166,11 @@ def recover(
     return job.default  # type: ignore[no-any-return]
 
 
-class _GroupSettings(NamedTuple):
-    """The arguments of :func:`init_process_group` for the group."""
-
-    backend: str | None
-    timeout: float
-    pg_options: Any
-    device_id: Any
-
-
 class _Recovery:
     """The rounds of one call of :func:`recover`.
 
     Args:
-        find_members: rank, world size and a new location of the store.
-        settings: of the new group.
+        request: of the new group.
         state, step: of this process.
         is_member: True if this process was in the group that is replaced.
     """
@@ -191,14 +183,12 @@ class _Recovery:
 
     def __init__(
         self,
-        find_members: Callable[[], Members],
-        settings: _GroupSettings,
+        request: JoinRequest,
         state: State,
         step: int,
         is_member: bool,
     ) -> None:
-        self._settings = settings
-        self._find_members = find_members
+        self._request = request
         self._state = state
         self._step = step
         self._is_member = is_member
@@ -206,13 +196,14 @@ class _Recovery:
     def run(self, wait: float, min_size: int | None) -> Job:
         """Form rounds until the members of one have joined and have the same state."""
         from unicoll.bootstrap.recovery_rounds import form_round
+        from unicoll.bootstrap.resolve import resolve
 
         deadline = time.monotonic() + wait
         late = 0
         while True:
             formed = None
             # Each round has a new location, because the last one was closed.
-            found = self._find_members()
+            found = resolve(self._request)
             try:
                 root = found.location.open(found.rank, found.world_size, deadline)
                 # A round that begins after the deadline has a limit of its own: the one before it
@@ -248,7 +239,6 @@ class _Recovery:
 
     def share(self, job: Job) -> None:
         """Give all ranks of a job the same state; on an error the job is left."""
-        from unicoll.bootstrap import join
         from unicoll.bootstrap.recovery_rounds import Member
 
         try:
@@ -257,7 +247,7 @@ class _Recovery:
             members = [Member(**fields) for fields in members]
             senders = _senders(members)
         except BaseException as error:
-            join.leave(job, error)
+            job.leave(error)
             # The error's traceback has frames that have the job.
             job.error = None
             raise
@@ -271,23 +261,20 @@ class _Recovery:
 
     def _join(self, formed: Round) -> Job:
         """Join the job of a round."""
-        from unicoll.bootstrap import join, rendezvous
+        from unicoll.bootstrap.enter import enter
+        from unicoll.bootstrap.rendezvous import meet
+        from unicoll.bootstrap.resolve import resolve
 
-        members = formed.apply_to(self._find_members())
-        with formed.watched(members.location):
-            met = rendezvous.meet(members, _JOIN_S)
-            if not members.given_store:
+        found = formed.apply_to(resolve(self._request))
+        request = replace(self._request, join_timeout=_JOIN_S)
+        with formed.watched(found.location):
+            met = meet(found, request, time.monotonic() + _JOIN_S)
+            if not found.given_store:
                 met.store.set_timeout(timedelta(seconds=init.RENDEZVOUS_S))
-            logs.set_rank(met.rank)
-            backend, timeout, pg_options, device_id = self._settings
-            job = join.join_job(met, backend, timeout, _JOIN_S)
-            init.make_default_group(job, _JOIN_S, pg_options, device_id)
-        return job
+            return enter(met, request, time.monotonic() + _JOIN_S)
 
     def _transfer(self, job: Job, members: Sequence[Member], senders: Mapping[int, int]) -> None:
         """Send or receive the state; on an error the job is left."""
-        from unicoll.bootstrap import join
-
         try:
             if job.rank in senders:
                 # From here on the state is a mixture of two, also if the transfer is interrupted:
@@ -303,7 +290,7 @@ class _Recovery:
             job.default.barrier()
             self._is_member = True
         except BaseException as error:
-            join.leave(job, error)
+            job.leave(error)
             job.error = None
             raise
 
@@ -341,25 +328,18 @@ def _is_of_torch(group: ProcessGroup) -> bool:
     return torch is not None and group.wrapper is not None and group.wrapper is torch.group.WORLD
 
 
-def _is_fake(backend: str | None, old: Job | None) -> bool:
-    if old is not None:
-        return old.fake
-    return backend is not None and backend_choice.is_fake(backend_choice.choose(backend))
-
-
 # --- the replaced group ---------------------------------------------------------------------------
 
 
 def _replace_default_group(old: Job | None, new: Job) -> None:
     """Make the group of a new job the default group, and leave the jobs in which this process has
     no group any more."""
-    from unicoll.bootstrap import join
     from unicoll.group.call_hooks import add_to_job
 
     # Hooks that were added for all groups of the job stay.
     for hook in old.hooks if old is not None else ():
         add_to_job(new, hook)
-    init.enter(new, init.follow_profiler)
+    init.enter_world(new, init.follow_profiler)
     _replaced.extend([old] if old is not None else [])
     for job in [*_replaced]:
         for group in [*job.groups]:
@@ -371,4 +351,4 @@ def _replace_default_group(old: Job | None, new: Job) -> None:
                 group.close(raise_failure=False)
         if not job.groups:
             _replaced.remove(job)
-            join.leave(job)
+            job.leave()

@@ -173,22 +173,25 @@ def port_range(environ: Environ | None = None) -> range | None:
 
 
 def check(environ: Environ | None = None) -> None:
-    """Check the values of all flags, choices and numbers, and the port range.
+    """Check the values of all flags, choices and numbers that are set, and the port range.
 
     Raises:
         DistArgumentError: a value is unknown; the message has the variable and the accepted values.
     """
-    for name in FLAGS:
-        flag(name, environ)
-    for name in CHOICES:
-        choice(name, environ)
-    for name in NUMBERS:
-        number(name, environ)
-    port_range(environ)
-    debug_level(environ)
+    given = os.environ if environ is None else environ
+    for name in given:
+        if name in FLAGS:
+            flag(name, given)
+        elif name in CHOICES:
+            choice(name, given)
+        elif name in NUMBERS:
+            number(name, given)
+        elif name == "UNICOLL_PORT_RANGE":
+            port_range(given)
+    debug_level(given)
 
 
-def unknown() -> dict[str, str | None]:
+def unknown(environ: Environ | None = None) -> dict[str, str | None]:
     """The variables ``UNICOLL_...`` that unicoll does not have, each with the most similar known
     name.
 
@@ -197,7 +200,7 @@ def unknown() -> dict[str, str | None]:
     known = {*FLAGS, *CHOICES, *NUMBERS, *TEXTS}
     ours = {
         name
-        for name in os.environ
+        for name in (os.environ if environ is None else environ)
         if name.startswith(_PREFIX) and not name.startswith(_TEST_PREFIX)
     }
     names = sorted(ours - known)
@@ -215,9 +218,9 @@ def unknown() -> dict[str, str | None]:
     return found
 
 
-def warn_of_unknown() -> None:
+def warn_of_unknown(environ: Environ | None = None) -> None:
     """Log a warning for each unknown variable, once per process."""
-    for name, near in unknown().items():
+    for name, near in unknown(environ).items():
         if name not in _warned:
             import logging
 
@@ -228,12 +231,8 @@ def warn_of_unknown() -> None:
             )
 
 
-def _raw(name: str, environ: Environ | None) -> str:
-    return (os.environ if environ is None else environ).get(name, "")
-
-
 def _text(name: str, environ: Environ | None) -> str:
-    return _raw(name, environ).strip().lower()
+    return (os.environ if environ is None else environ).get(name, "").strip().lower()
 
 
 def _one_of(name: str, environ: Environ | None, default: str, accepted: tuple[str, ...]) -> str:
@@ -244,4 +243,5 @@ def _one_of(name: str, environ: Environ | None, default: str, accepted: tuple[st
 
 
 def _unknown(name: str, environ: Environ | None, why: str) -> DistArgumentError:
-    return DistArgumentError(f"{name}={_raw(name, environ).strip()} {why}")
+    text = (os.environ if environ is None else environ).get(name, "").strip()
+    return DistArgumentError(f"{name}={text} {why}")

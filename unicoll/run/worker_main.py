@@ -217,9 +217,9 @@ def _end_with(error: BaseException, launcher_reads: str | None) -> None:
             _recorded = error
     # A program that has joined a job has loaded this module. The other ranks get the exception as
     # the reason of this rank's end.
-    join = sys.modules.get("unicoll.bootstrap.join")
-    if join is not None:
-        join.set_exit_cause(error)
+    process_end = sys.modules.get("unicoll.bootstrap.process_end")
+    if process_end is not None:
+        process_end.set_exit_cause(error)
 
 
 def _show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:

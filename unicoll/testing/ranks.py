@@ -229,7 +229,7 @@ MODULES = (
     "gloo_fallback.backend",
     "unicoll.api.subgroups",
     "unicoll.backend.host.fallback_adapter",
-    "unicoll.bootstrap.join",
+    "unicoll.bootstrap.enter",
     "unicoll.testing.conformance_jobs",
 )
 """What ranks import when they start, join and are tested."""

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 
-from unicoll.bootstrap.join import choose
 from unicoll.calls.error_marks import mark_changed
 from unicoll.calls.work import Work as Handle
 from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
@@ -392,7 +391,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         else chosen anew."""
         if (self.backend_spec or "") == (spec or ""):
             return self.unicoll.choices
-        return choose(self.job.joined, spec)
+        choices: Sequence[BackendChoice] = self.job.joined.rendezvous.found.choose(spec)
+        return choices
 
     def eager_connect_single_device(self, device: Any = None) -> None:
         """Does nothing: connections are made on first use."""

@@ -15,8 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from unicoll.api import init, world
 from unicoll.arrays.types import default_pg_timeout
-from unicoll.bootstrap.join import join, leave
+from unicoll.bootstrap.enter import join
+from unicoll.bootstrap.resolve import JoinRequest
 from unicoll.errors import DistArgumentError, DistError, NotInitializedError
+from unicoll.group.arguments import DEFAULT_NAME
 from unicoll.group.call_hooks import Hook, add_to_job
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin.compat import RequestedGroup
@@ -158,12 +160,21 @@ class ReconfigurableGroup(TorchProcessGroup):
             )
 
     def _join(self, name: str, rank: int, size: int, limit: float) -> None:
-        location = TorchStoreLocation(self._store)
-        joined = join(self.backend_spec, None, rank, size, location, self._limit, limit, name)
+        request = JoinRequest(
+            self.backend_spec,
+            rank=rank,
+            world_size=size,
+            store=TorchStoreLocation(self._store),
+            timeout=self._limit,
+            join_timeout=limit,
+            name=name,
+            makes_group=False,
+        )
+        joined = join(request)
         try:
             job = TorchJob(joined)
             is_default = not world.is_initialized()
-            group_name = init.DEFAULT_NAME if is_default else self.getGroupName()
+            group_name = DEFAULT_NAME if is_default else self.getGroupName()
             options, device = self._settings
             group = job.make(
                 group_name,
@@ -183,15 +194,15 @@ class ReconfigurableGroup(TorchProcessGroup):
                 c10d._world.pg_group_ranks[self] = {each: each for each in range(size)}
             if is_default:
                 joined.default = group
-                init.enter(joined)
+                init.enter_world(joined)
         except BaseException as error:
             # This may be an exception of a signal's handler: the other members have joined, and
-            # learn by leave() that this one has not.
+            # learn by its leave() that this one has not.
             self.__dict__.pop("job", None)
             made: ProcessGroup | None = self.__dict__.pop("unicoll", None)
             if made is not None:
                 made.wrapper = None
-            leave(joined, error)
+            joined.leave(error)
             # Its traceback has frames that have the job.
             joined.error = None
             raise
@@ -202,7 +213,7 @@ class ReconfigurableGroup(TorchProcessGroup):
     def _leave(self, call: str) -> None:
         if self._has_members():
             job, group = self.job, self.unicoll
-            groups, reason = job.joined.groups, f"rank {self._rank} calls {call}()"
+            reason = f"rank {self._rank} calls {call}()"
             try:
                 # Closing the unicoll group would else close this group, too, which goes on without
                 # members.
@@ -211,11 +222,8 @@ class ReconfigurableGroup(TorchProcessGroup):
                 self._hooks = job.joined.hooks
                 job.end(group, reason)
             except BaseException:
-                # After an exception of a signal's handler the rest is still ended. The list of the
-                # job may not have the group any more, from which end() removes it.
+                # After an exception of a signal's handler the rest is still ended.
                 group.wrapper = None
-                if group not in groups:
-                    groups.append(group)
                 job.end(group, reason)
                 raise
             finally:

@@ -12,6 +12,7 @@ from unicoll.api import init
 from unicoll.api.world import is_initialized
 from unicoll.errors import DistArgumentError, DistError, NotInitializedError
 from unicoll.group import backend_choice
+from unicoll.group.arguments import DEFAULT_NAME
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_autoload import BACKENDS
 from unicoll.torch_plugin import compat, functional, rendezvous
@@ -132,7 +133,7 @@ def _make(
         and world.bound_device_id is not None
     )
     parent = world.unicoll if splits else None
-    group_name = init.DEFAULT_NAME if is_default else torch_name
+    group_name = DEFAULT_NAME if is_default else torch_name
     unicoll_group = job.make(
         group_name, job_ranks, choices, timeout, desc, pg_options, requested.device, parent
     )
@@ -142,7 +143,7 @@ def _make(
     group.backend_spec = spec
     if is_default:
         job.joined.default = unicoll_group
-        init.enter(job.joined)
+        init.enter_world(job.joined)
     return group
 
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unicoll.api import world
-from unicoll.bootstrap.join import run_rendezvous
-from unicoll.bootstrap.rendezvous import find_members, open_store
+from unicoll.bootstrap.rendezvous import meet, open_store
+from unicoll.bootstrap.resolve import JoinRequest, resolve
 from unicoll.errors import DistArgumentError
 from unicoll.process import logs
 from unicoll.process.timeouts import backoff, seconds_left
@@ -156,9 +156,11 @@ def _rendezvous(
         )
     limit = min(_TIMEOUT_S, timeout.total_seconds()) if timeout is not None else _TIMEOUT_S
     rank, size = int(query.get("rank", -1)), int(query.get("world_size", -1))
-    found = find_members(None, rank, size) if reconfigures else None
-    if found is not None and found.location.found_again:
-        rendezvous = open_store(found, limit)
+    request = JoinRequest(backend, rank=rank, world_size=size, join_timeout=limit)
+    deadline = time.monotonic() + limit
+    found = resolve(request, deadline)
+    if reconfigures and found.location.found_again:
+        rendezvous = open_store(found, deadline)
     else:
-        rendezvous = run_rendezvous(backend, None, rank, size, None, limit)
+        rendezvous = meet(found, request, deadline)
     return UnicollBackedStore(rendezvous), rendezvous.rank, rendezvous.world_size

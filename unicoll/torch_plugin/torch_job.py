@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from unicoll.api import world
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.backend.contract import Context, Job
-from unicoll.bootstrap.join import end_group, join, join_job, leave
+from unicoll.bootstrap import enter
+from unicoll.bootstrap.resolve import JoinRequest
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
@@ -63,47 +66,44 @@ class TorchJob:
     def end(self, group: ProcessGroup, reason: str) -> None:
         """Close a group in which other ranks may wait: their calls raise. The last one leaves the
         job."""
-        joined = self.joined
-        end_group(joined, group, reason)
-        if not joined.groups:
-            leave(joined)
-        elif joined.leaving is not None and group is joined.default:
-            # There is no default group now.
-            joined.leaving()
-            joined.leaving = None
+        self.joined.close_group(group, reason)
+        if group is self.joined.default:
+            world.forget(self.joined)
 
     def remove(self, group: ProcessGroup) -> None:
         """Close a group; the last one, and the default group, leaves the job."""
-        ends_job = group is world.GroupMember.WORLD
-        groups = self.joined.groups
         try:
-            group.close()
+            self.joined.close_group(group)
         finally:
-            if group in groups:
-                groups.remove(group)
-            if ends_job or not groups:
+            if not self.joined.groups:
                 self.store = None
-                leave(self.joined)
 
 
 def join_torch_job(
     backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta | None
 ) -> TorchJob:
-    """Join a job as :func:`unicoll.bootstrap.join.join` does, at torch's store or the launcher's
+    """Join a job as :func:`unicoll.bootstrap.enter.join` does, at torch's store or the launcher's
     rendezvous.
 
     Rank and world size are -1 if the launcher sets them.
     """
     limit = (timeout or default_pg_timeout).total_seconds()
-    rendezvous_timeout = min(limit, _RENDEZVOUS_TIMEOUT_S)
     inner = innermost(store)
+    request = JoinRequest(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=limit,
+        join_timeout=min(limit, _RENDEZVOUS_TIMEOUT_S),
+        makes_group=False,
+    )
     # The first job uses the rendezvous that the store is of. A later one needs another, which it
     # does in this store.
     if isinstance(inner, UnicollBackedStore) and inner.claim():
-        joined = join_job(inner.rendezvous, backend, limit, rendezvous_timeout)
+        joined = enter.enter(inner.rendezvous, request, time.monotonic() + request.join_timeout)
     else:
         location = TorchStoreLocation(store) if store is not None else None
-        joined = join(backend, None, rank, world_size, location, limit, rendezvous_timeout)
+        joined = enter.join(replace(request, store=location))
     job = TorchJob(joined)
     job.store = inner
     return job

@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any
 
 from unicoll.backend.contract import Job
-from unicoll.bootstrap.join import join, leave
+from unicoll.bootstrap.enter import join
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
+from unicoll.bootstrap.resolve import JoinRequest
 from unicoll.diagnosis import flight_dump
 from unicoll.errors import DistArgumentError
 from unicoll.group.backend_choice import BackendChoice
@@ -46,7 +47,16 @@ class WatchedJob:
 
     def __init__(self, rank: int, size: int, location: StoreLocation) -> None:
         self._job: Job = join(
-            _choices("torch"), None, rank, size, location, _JOIN_S, _JOIN_S, _NAME
+            JoinRequest(
+                _choices("torch"),
+                rank=rank,
+                world_size=size,
+                store=location,
+                timeout=_JOIN_S,
+                join_timeout=_JOIN_S,
+                name=_NAME,
+                makes_group=False,
+            )
         )
         self.failures = Failures(rank)
         self._made: dict[TorchGroup, ProcessGroup] = {}
@@ -85,8 +95,7 @@ class WatchedJob:
                 _backend_of(made).observe(group, self.failures)
         for group in self._made.keys() - set(groups):
             made = self._made.pop(group)
-            made.close()
-            self._job.groups.remove(made)
+            self._job.close_group(made, stays=True)
         torch_groups.forget_destroyed()
 
     def compare(self, at_once: bool) -> None:
@@ -126,7 +135,7 @@ class WatchedJob:
         """Leave the job."""
         self._count()
         self._made.clear()
-        leave(self._job)
+        self._job.leave()
 
 
 def _backend_of(group: ProcessGroup) -> WatchedBackend:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from unicoll.backend.host import fake
-from unicoll.bootstrap import fake_job
+from unicoll.bootstrap.resolve import JoinRequest
 from unicoll.calls.flight_recorder import CallKind
 from unicoll.diagnosis.recorder_contents import RecordedCall
 from unicoll.errors import DistArgumentError
@@ -170,7 +170,7 @@ def _dry_run(program: list[str], rank: int, size: int, per_node: int) -> int:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29500",
     )
-    fake_job.override = "fake"
+    JoinRequest.override = "fake"
     sys.argv = program
     sys.path[0] = str(Path(program[0]).resolve().parent)
     try:

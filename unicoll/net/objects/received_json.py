@@ -112,28 +112,28 @@ def _open_at_once(directory: int | None, path: str, flags: int) -> int:
 def check(value: Any, kind: Any, place: str = "it") -> None:
     """ValueError if the value is not of ``kind``, see :func:`parse`; ``place`` names it."""
     if isinstance(kind, dict):
-        _require(isinstance(value, dict), place, "an object")
+        if not isinstance(value, dict):
+            raise _wrong(place, "an object")
         for name, inner in kind.items():
-            _require(name in value, place, f"an object with {name!r}")
+            if name not in value:
+                raise _wrong(place, f"an object with {name!r}")
             check(value[name], inner, f"its {name!r}")
     elif isinstance(kind, (list, tuple)):
-        _require(isinstance(value, list), place, "a list")
-        _require(isinstance(kind, list) or len(value) == len(kind), place, f"a list of {len(kind)}")
+        if not isinstance(value, list):
+            raise _wrong(place, "a list")
+        if not (isinstance(kind, list) or len(value) == len(kind)):
+            raise _wrong(place, f"a list of {len(kind)}")
         for number, inner in enumerate(value):
             check(inner, kind[0 if isinstance(kind, list) else number], f"{place}[{number}]")
     else:
         accepted = kind | int if kind is float else kind
         is_number = isinstance(value, bool) and kind in (int, float)
-        _require(
-            isinstance(value, accepted) and not is_number,
-            place,
-            getattr(kind, "__name__", str(kind)),
-        )
+        if not isinstance(value, accepted) or is_number:
+            raise _wrong(place, getattr(kind, "__name__", str(kind)))
 
 
-def _require(condition: bool, place: str, what: str) -> None:
-    if not condition:
-        raise ValueError(f"{place} is not {what}")
+def _wrong(place: str, what: str) -> ValueError:
+    return ValueError(f"{place} is not {what}")
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -27,6 +27,10 @@ _T = TypeVar("_T")
 
 FIREWALL_HINT = "UNICOLL_PORT_RANGE=first-last gives all listeners ports of that range"
 
+VARIABLES = {"UNICOLL_SOCKET_IFNAME": "", "GLOO_SOCKET_IFNAME": "="}
+"""The variables that select network interfaces, and what precedes their values in the syntax of
+:func:`match_interfaces`."""
+
 _SPARE_DESCRIPTORS = 24
 """For listeners, selectors, pipes and the like, beside the connections."""
 _SIOCGIFFLAGS = 0x8913
@@ -130,7 +134,7 @@ def _entries(entry: Any) -> Iterator[Interface]:
         address = socket.inet_ntop(family, bytes(item.addr.contents.data[part]))
         network = ""
         if item.netmask:
-            bits = sum(byte.bit_count() for byte in item.netmask.contents.data[part])
+            bits = int.from_bytes(item.netmask.contents.data[part]).bit_count()
             network = str(ipaddress.ip_network(f"{address}/{bits}", strict=False))
         loopback = bool(item.flags & _IFF_LOOPBACK)
         scope = _scope(address, loopback)
@@ -199,7 +203,7 @@ def listen_addresses(
     Raises:
         DistNetworkError: no interface matches; the message lists the interfaces of this host.
     """
-    for variable, prefix in (("UNICOLL_SOCKET_IFNAME", ""), ("GLOO_SOCKET_IFNAME", "=")):
+    for variable, prefix in VARIABLES.items():
         spec = environ.get(variable, "").strip()
         if spec:
             return _named_addresses(variable, spec, prefix + spec, _route_family(master_host))
