@@ -4,6 +4,12 @@ other ranks.
 Requests and replies are messages in the library's own duplicate of MPI_COMM_WORLD. A request
 contains the tag of its reply, so any number of threads may make requests at once. Rank 0 serves on
 a thread that polls with pauses; it ends when every process that has opened its store has closed it.
+
+A broadcast of the address and key of a TCPStore of rank 0 was tried in place of this store, since
+the control plane needs a connection to rank 0 anyway. It saved little: processes open their store
+at different times, and MPI_Bcast has no deadline, so rank 0 needed a thread that calls MPI until
+the last one has asked, which is most of this module; and a job with a port that a firewall blocks
+would no longer learn from the store why a rank has not joined.
 """
 
 from __future__ import annotations

@@ -209,8 +209,13 @@ def test_what_all_reduce_takes_is_a_parameter_and_a_gradient(kind: str) -> None:
     fixed.flags.writeable = False
     with pytest.raises(DistArgumentError, match="#0 is read-only"):
         average_gradients([made(fixed)])
-    with pytest.raises(DistArgumentError, match=r"^w: .* not contiguous; make a contiguous one first"):
-        average_gradients({"w": made(np.ones((3, 2)).T)})
+    strided = np.full((3, 2), float(rank)).T
+    if kind == "registered":
+        with pytest.raises(DistArgumentError, match=r"^w: .* not contiguous; make a contiguous one first"):
+            average_gradients({"w": made(strided)})
+    else:
+        average_gradients({"w": made(strided)})
+        assert strided.tolist() == [[0.5] * 3] * 2
 
 
 @on_ranks(2)
@@ -599,3 +604,14 @@ def lose_a_rank(rank: int) -> None:
 
 def test_a_lost_rank_surfaces_with_the_bucket() -> None:
     spawn(lose_a_rank, nprocs=3)
+
+
+@pytest.mark.torch
+@needs_torch
+def test_a_type_that_numpy_lacks_is_a_parameter_by_dlpack() -> None:
+    import torch
+
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    values = np.arange(4.0).astype(ml_dtypes.bfloat16)
+    exported = KINDS["DLPack"](torch.arange(4.0).bfloat16())
+    assert parameters_digest([exported]) == parameters_digest([values])

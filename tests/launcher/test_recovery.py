@@ -232,6 +232,10 @@ def test_a_failed_worker_that_does_not_end_is_replaced(folder: LaunchFolder, clo
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             threading.Thread(target=time.sleep, args=(600,)).start()
             raise KeyError("the first")
+        # No rank is replaced once another one has ended: each waits for the other's replacement, as in recover().
+        open(f"replaced{os.environ['RANK']}", "w").close()
+        while not all(os.path.exists(f"replaced{rank}") for rank in range(2)):
+            time.sleep(0.01)
         """
     )
     done = folder.launch("-n", "2", "--replace", "--grace=0.1", "work.py", **variables)

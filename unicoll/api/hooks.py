@@ -10,10 +10,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from unicoll.api import world
-from unicoll.arrays.conversion import as_buffer
+from unicoll.arrays.families import nonfinite
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistTypeError
 from unicoll.group.call_hooks import Hook, HookedCall, add_to_job
 
@@ -79,7 +77,7 @@ def check_finite(group: Any = None) -> Hook:
 
 def _refuse_nonfinite(call: HookedCall) -> None:
     for number, array in enumerate(call.inputs):
-        counted = _count_nonfinite(array)
+        counted = nonfinite(array)
         if counted is None:
             continue
         nans, infinite, size = counted
@@ -91,31 +89,6 @@ def _refuse_nonfinite(call: HookedCall) -> None:
                 op=call.op,
                 group=call.group,
             )
-
-
-def _count_nonfinite(array: Any) -> tuple[int, int, int] | None:
-    """Numbers of NaN, infinite and all elements; None for types that have neither."""
-    family = type(array).__module__.partition(".")[0]
-    library = sys.modules.get(family)
-    if family == "torch" and library is not None:
-        if not (array.is_floating_point() or array.is_complex()):
-            return None
-        values = array.detach()
-        # Torch has few functions for float8, so its elements are converted to float32.
-        if values.element_size() == 1:
-            values = values.float()
-        return int(library.isnan(values).sum()), int(library.isinf(values).sum()), values.numel()
-    if family == "cupy" and library is not None:
-        if array.dtype.kind not in "fc":
-            return None
-        return int(library.isnan(array).sum()), int(library.isinf(array).sum()), array.size
-    buffer = as_buffer(array)
-    # An array of a type that NumPy lacks has only its bits in flat, and one on a device has no
-    # flat.
-    if buffer.flat is None or buffer.dtype.kind not in "fc" or not buffer.dtype.native:
-        return None
-    flat: Any = buffer.flat
-    return int(np.isnan(flat).sum()), int(np.isinf(flat).sum()), flat.size
 
 
 MakeRange = Callable[[str], Callable[[], None]]

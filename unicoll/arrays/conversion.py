@@ -427,45 +427,6 @@ def _from_memory(array: Any) -> Buffer:
     return buffer
 
 
-# --- copies ---------------------------------------------------------------------------------------
-
-
-def copy_of(buffer: Buffer, op: str) -> Buffer:
-    """A buffer with a copy of the memory of a contiguous array, made in the order of its library's
-    current stream.
-
-    Args:
-        op: name of the operation, for errors.
-
-    Raises:
-        DistArgumentError: the array is on a device, and its library has no function for it.
-    """
-    if buffer.flat is not None:
-        flat = buffer.flat.copy()
-        return Buffer(flat, buffer.dtype, buffer.shape, flat)
-    owner, kind = buffer.owner, type(buffer.owner)
-    torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
-    if torch is not None and torch.Tensor in kind.__mro__:
-        # The copy is not an operation of the program: autograd and overrides of subclasses do not
-        # see it.
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return as_buffer(torch.Tensor.clone(owner).as_subclass(torch.Tensor), op)
-    if cupy is not None and cupy.ndarray in kind.__mro__:
-        # CuPy allocates and copies on the current device, which may be another one.
-        with cupy.cuda.Device(buffer.device.index):
-            return as_buffer(cupy.ndarray.view(owner, cupy.ndarray).copy(), op)
-    namespace, copy = getattr(owner, "__array_namespace__", None), getattr(owner, "copy", None)
-    if namespace is not None:
-        return as_buffer(namespace().asarray(owner, copy=True), op)
-    if copy is None:
-        raise DistArgumentError(
-            f"{op}: the input {buffer} overlaps an output, and {kind.__name__} has no copy(): copy"
-            " it first",
-            op=op,
-        )
-    return as_buffer(copy(), op)
-
-
 # --- recognition ----------------------------------------------------------------------------------
 
 _FAMILIES: dict[str, Callable[[type], Adapter | None]] = {
@@ -541,6 +502,29 @@ def has_only_memory(kind: type) -> bool:
     """True if objects of a type, of which :func:`as_buffer` has had one, are arrays by the buffer
     protocol only."""
     return _ADAPTERS.get(kind) is _from_memory
+
+
+def numpy_view(array: Any, buffer: Buffer) -> FlatArray:
+    """A NumPy array over the memory of an array in host memory, with its shape and strides; of
+    ``DType.storage`` if NumPy lacks its type.
+
+    Args:
+        buffer: of the array.
+
+    Raises:
+        DistArgumentError: the memory is not contiguous, and the family that is registered for the
+            array gives no view.
+    """
+    adapter = _ADAPTERS.get(type(array))
+    if adapter is _from_memory:
+        return np.asarray(_memory_of(array))
+    if adapter is _from_dlpack:
+        return dlpack.import_host(array)[0]
+    if buffer.unpack is not None or buffer.flat is None:
+        raise DistArgumentError(
+            f"{type(array).__name__}: its memory is not contiguous; make a contiguous one first"
+        )
+    return buffer.flat.reshape(buffer.shape)
 
 
 def _find_adapter(kind: type, array: Any) -> Adapter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib import import_module
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from unicoll.arrays.conversion import as_buffer
+from unicoll.arrays.families import FAMILIES, numpy_dtype
 from unicoll.arrays.types import DType
 from unicoll.devices import runtimes
 from unicoll.devices.device_runtime import DeviceRuntime
+from unicoll.errors import DistTypeError
 from unicoll.staging.pinned_pool import PinnedBlock
-from unicoll.testing.reference import numpy_dtype
 
 Flat = npt.NDArray[Any]
 Allocate = Callable[[int, DType, str], Any]
@@ -120,17 +121,12 @@ def device_index(device: str) -> int:
     return int(device.partition(":")[2])
 
 
-def numpy_array(count: int, dtype: DType, device: str = "cpu") -> Any:
-    """NumPy; bfloat16 and float8 come from ml_dtypes."""
-    return np.empty(count, numpy_type(dtype))
-
-
 def numpy_type(dtype: DType) -> np.dtype[Any]:
     """The NumPy dtype of an element type; Unsupported without ml_dtypes where that is needed."""
-    found = numpy_dtype(dtype.name)
-    if found is None:
-        raise Unsupported(f"NumPy has no {dtype.name}: install ml_dtypes, or use --array torch")
-    return found
+    try:
+        return numpy_dtype(dtype)
+    except DistTypeError as e:
+        raise Unsupported(f"{e}, or use --array torch") from None
 
 
 def storage_array(count: int, dtype: DType, device: str = "cpu") -> Any:
@@ -138,23 +134,14 @@ def storage_array(count: int, dtype: DType, device: str = "cpu") -> Any:
     return np.empty(count, dtype.storage)
 
 
-def torch_array(count: int, dtype: DType, device: str) -> Any:
-    torch = import_module("torch")
-    kind = getattr(torch, dtype.name, None)
-    if kind is None:
-        raise Unsupported(f"torch {torch.__version__} has no {dtype.name}")
-    return torch.empty(count, dtype=kind, device=device)
-
-
-def cupy_array(count: int, dtype: DType, device: str) -> Any:
-    if not dtype.native:
-        raise Unsupported(f"CuPy has no {dtype.name}: use --array torch")
-    cupy = import_module("cupy")
-    cupy.cuda.Device(device_index(device)).use()
-    return cupy.empty(count, dtype.storage)
-
-
-FAMILIES: dict[str, Allocate] = {"numpy": numpy_array, "torch": torch_array, "cupy": cupy_array}
+def array_of(library: str, count: int, dtype: DType, device: str) -> Any:
+    """A flat array of a library of :data:`unicoll.arrays.families.FAMILIES`; bfloat16 and float8 of
+    NumPy come from ml_dtypes."""
+    try:
+        return FAMILIES[library].empty((count,), dtype, device)
+    except DistTypeError as e:
+        hint = "" if dtype.native or library == "torch" else "; --array torch may have it"
+        raise Unsupported(f"{e}{hint}") from None
 
 
 def family(array_name: str | None, device: str, dtype: DType) -> BenchArrays:
@@ -175,8 +162,4 @@ def family(array_name: str | None, device: str, dtype: DType) -> BenchArrays:
         name = "cupy" if dtype.native and has_cupy else "torch"
     if name != "numpy" and find_spec(name) is None:
         raise Unsupported(f"{name} is not installed")
-    if name == "numpy" and device != "cpu":
-        raise Unsupported("NumPy arrays are not on a device")
-    if name == "cupy" and not device.startswith("cuda"):
-        raise Unsupported("CuPy arrays are on a CUDA device")
-    return BenchArrays(FAMILIES[name], device)
+    return BenchArrays(partial(array_of, name), device)

@@ -15,7 +15,7 @@ import numpy as np
 
 import unicoll as dist
 from unicoll.arrays.types import DType
-from unicoll.bench.arrays import BenchArrays, Unsupported, numpy_type, torch_array
+from unicoll.bench.arrays import BenchArrays, Unsupported, array_of, numpy_type
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong, use_device
 from unicoll.bench.values import FACTOR
 from unicoll.calls.ops import Arity
@@ -219,7 +219,7 @@ class Torch(_Distributed):
         return f"torch.distributed {import_module('torch').__version__}, {self.backend}"
 
     def family(self, array_name: str | None, dtype: DType) -> BenchArrays:
-        return BenchArrays(torch_array, self.device)
+        return BenchArrays(partial(array_of, "torch"), self.device)
 
     def _premultiplied(self) -> Any:
         if self.backend in ("gloo", "mpi"):

@@ -20,7 +20,7 @@ from unicoll.errors import DistError
 from unicoll.group import registry
 from unicoll.group.arguments import DEFAULT_NAME
 from unicoll.group.process_group import ProcessGroup
-from unicoll.net.control.client import ControlClient, StaleRendezvousError
+from unicoll.net.control.client import ControlClient, ControlSettings, StaleRendezvousError
 from unicoll.net.control.departures import publish_refusal
 from unicoll.net.objects.received_json import parse
 from unicoll.net.stores import Store
@@ -128,15 +128,9 @@ def enter(met: Rendezvous, request: JoinRequest, deadline: float) -> Job:
 
 def _start_control(job: Job, deadline: float) -> None:
     met: Rendezvous = job.rendezvous
-    job.control = control = ControlClient(
-        job.rank,
-        job.size,
-        job.key,
-        job.addresses[0],
-        met.found.location.ends_with_rank_0,
-        job.allows_pickle,
-        job.name,
-    )
+    settings = ControlSettings(met.found.location.ends_with_rank_0, job.allows_pickle, job.name)
+    control = ControlClient(job.rank, job.size, job.key, job.addresses[0], settings)
+    job.control = control
     job.cleanup.callback(lambda: control.close(job.error))
     control.start(job.store, seconds_left(deadline, MIN_SECONDS), met.address, met.replaced)
     job.allows_pickle = all(peer.allows_pickle for peer in control.peers)

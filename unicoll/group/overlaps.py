@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unicoll.arrays.buffer import WriteBack
-from unicoll.arrays.conversion import Buffer, copy_of
+from unicoll.arrays.buffer import Buffer, WriteBack
+from unicoll.arrays.families import copy_of
 from unicoll.calls.call import Call
 from unicoll.calls.ops import Sizes
 from unicoll.errors import DistArgumentError

@@ -12,11 +12,11 @@ import numpy as np
 from unicoll.api import world
 from unicoll.arrays.conversion import Buffer, as_buffer
 from unicoll.arrays.exact_arithmetic import Accumulator, Summation
+from unicoll.arrays.families import family_of, numpy_dtype
 from unicoll.arrays.half_precision import HALVES, Flat
 from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import ALL_DTYPES
 from unicoll.errors import DistArgumentError, DistTypeError
-from unicoll.parallel.packing import flat_like, is_of_known_library
 from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:
@@ -265,10 +265,12 @@ class ExactSum:
 
 def _new_like(array: Any) -> Any:
     buffer = as_buffer(array)
-    if is_of_known_library(array):
-        return flat_like(array, buffer.count).reshape(array.shape)
-    if not buffer.dtype.native:
+    family = family_of(array)
+    if family is not None:
+        return family.empty_like(array, buffer.count).reshape(array.shape)
+    try:
+        return np.empty(buffer.shape, numpy_dtype(buffer.dtype))
+    except DistTypeError as e:
         raise DistTypeError(
-            f"ExactSum.result: NumPy has no {buffer.dtype}: give the arrays for the result, out="
-        )
-    return np.empty(buffer.shape, buffer.dtype.storage)
+            f"ExactSum.result: {e}, or give the arrays for the result, out="
+        ) from None

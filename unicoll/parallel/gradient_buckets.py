@@ -15,21 +15,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from unicoll.api.world import member
+from unicoll.arrays.families import Kind, host_bytes, kind_of, of_known_library
 from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, DistTypeError
 from unicoll.parallel.packing import (
     Arrays,
-    Kind,
     bucket_like,
-    element_type,
-    host_bytes,
-    kind_of,
     listed,
     named,
-    of_known_library,
     parts,
     plan_buckets,
-    without_history,
 )
 from unicoll.process.timeouts import Timeout
 
@@ -296,7 +291,7 @@ class GradientBuckets:
                 f"the gradient of {self._name(index)} has shape {[*gradient.shape]}, not"
                 f" {[*view.shape]}"
             )
-        gradient = without_history(gradient)
+        gradient = kind.family.without_history(gradient)
         if index in self._accumulated:
             view += gradient
         else:
@@ -400,7 +395,7 @@ class GradientBuckets:
 
 def _gradient_kind(name: str, array: Any) -> Kind:
     kind = kind_of(array)
-    if element_type(kind).kind not in "fc":
+    if kind.element_type.kind not in "fc":
         raise DistTypeError(
             f"parameter {name} is {kind}; gradients have floating-point or complex dtypes"
         )

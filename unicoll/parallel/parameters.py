@@ -11,15 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from unicoll.api.world import member
+from unicoll.arrays.families import host_bytes, kind_of
 from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistError
 from unicoll.parallel.packing import (
     Arrays,
     Packer,
-    byte_array,
     check_writable,
-    host_bytes,
-    kind_of,
     listed,
     named,
     plan_buckets,
@@ -158,7 +156,7 @@ def arrays_digest(names: Sequence[str], arrays: Sequence[Any]) -> bytes:
     """SHA-256 of the arrays' names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name, array in zip(names, arrays, strict=True):
-        dtype = str(kind_of(array).dtype).removeprefix("torch.")
+        dtype = kind_of(array).dtype_name
         digest.update(f"{name!r} {dtype} {list(array.shape)}\n".encode())
         digest.update(host_bytes(array).data)
     return digest.digest()
@@ -168,7 +166,8 @@ def _gather(group: Any, data: bytes, like: Any) -> list[bytes]:
     """The bytes of each rank, equally many, communicated on the device of ``like``, which the group
     supports."""
     size = group.size()
+    family = kind_of(like).family
     own: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8).copy()
-    everyone = byte_array(np.empty(size * len(data), np.uint8), like)
-    group.all_gather_into_tensor(everyone, byte_array(own, like))
+    everyone = family.bytes_on_device_of(like, np.empty(size * len(data), np.uint8))
+    group.all_gather_into_tensor(everyone, family.bytes_on_device_of(like, own))
     return [row.tobytes() for row in host_bytes(everyone).reshape(size, -1)]

@@ -4,7 +4,6 @@ transfer to a rank."""
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,21 +12,14 @@ import numpy as np
 
 from unicoll.api import p2p
 from unicoll.arrays.conversion import as_buffer, has_only_memory
+from unicoll.arrays.families import FAMILIES, kind_of, of_known_library
 from unicoll.arrays.types import BY_NAME
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
-from unicoll.parallel.packing import (
-    element_type,
-    is_contiguous,
-    kind_of,
-    of_known_library,
-    without_history,
-)
 from unicoll.parallel.parameters import arrays_digest
 
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
 
-_FAMILIES = ("numpy", "torch", "cupy")
 _Path = tuple[Any, ...]
 
 
@@ -36,7 +28,7 @@ class _Description(NamedTuple):
 
     Attributes:
         path: the keys and indices that lead to it.
-        family, dtype: what :func:`unicoll.parallel.packing.kind_of` gives.
+        family, dtype: the names of its library and its element type.
         device: ``"cpu"``, ``"cuda"`` or ``"xpu"``.
         digest: of dtype, shape and bytes.
     """
@@ -70,7 +62,7 @@ class State:
         self._digests: dict[_Path, bytes] = {}
         for path, array in self._arrays().items():
             try:
-                element_type(kind_of(of_known_library(array)))
+                _ = kind_of(of_known_library(array)).element_type
             except DistArgumentError as error:
                 raise type(error)(f"state{_text(path)}: {error}") from None
 
@@ -92,7 +84,7 @@ class State:
         ]
         p2p.send_object_list([plain, described], group.global_rank(dst), group)
         for array in arrays.values():
-            group.send(without_history(of_known_library(array)), dst)
+            group.send(_plain(array), dst)
 
     def receive(self, group: ProcessGroup, src: int) -> None:
         """Make the state that of member ``src``: arrays of the same dtype and shape are
@@ -110,17 +102,19 @@ class State:
         own, arrays = self._arrays(), {}
         for each in described:
             wanted = _Description(*each)
-            # The name is another rank's, and a module of this name is imported below.
-            if wanted.family not in _FAMILIES:
+            # The names are another rank's.
+            if wanted.family not in FAMILIES or wanted.dtype not in BY_NAME:
                 raise DistError(
-                    f"recover: rank {src} sent an array of {wanted.family!r}",
+                    f"recover: rank {src} sent an array of {wanted.family!r}, {wanted.dtype!r}",
                     rank=src,
                     op="recover",
                 )
             array = own.get(wanted.path)
             if array is None or not _fits(of_known_library(array), wanted):
-                array = _new_array(wanted)
-            group.recv(without_history(of_known_library(array)), src)
+                array = FAMILIES[wanted.family].empty(
+                    wanted.shape, BY_NAME[wanted.dtype], wanted.device
+                )
+            group.recv(_plain(array), src)
             if _digest_of(array) != wanted.digest:
                 raise DistError(
                     f"recover: state{_text(wanted.path)} received from rank {src} does not have the"
@@ -203,36 +197,20 @@ def _described(path: _Path, array: Any, digest: bytes) -> _Description:
     array = of_known_library(array)
     kind = kind_of(array)
     device, _, _ = kind.device.partition(":")
-    dtype = str(kind.dtype).removeprefix("torch.")
-    return _Description(path, kind.family, device, dtype, tuple(array.shape), digest)
+    return _Description(path, kind.family.name, device, kind.dtype_name, tuple(array.shape), digest)
 
 
 def _fits(array: Any, wanted: _Description) -> bool:
     """True if the sender's array can be received into ``array``."""
-    same = (
-        str(kind_of(array).dtype).removeprefix("torch.") == wanted.dtype
-        and tuple(array.shape) == wanted.shape
-    )
-    return (
-        same
-        and is_contiguous(array)
-        and not (isinstance(array, np.ndarray) and not array.flags.writeable)
-    )
+    kind = kind_of(array)
+    same = kind.dtype_name == wanted.dtype and tuple(array.shape) == wanted.shape
+    return same and kind.family.is_contiguous(array) and not kind.family.is_read_only(array)
 
 
-def _new_array(wanted: _Description) -> Any:
-    """An array of the sender's library, in host memory or on the current device."""
-    library = importlib.import_module(wanted.family)
-    if wanted.family == "torch":
-        return library.empty(
-            wanted.shape, dtype=getattr(library, wanted.dtype), device=wanted.device
-        )
-    known = BY_NAME.get(wanted.dtype)
-    if known is not None and not known.native:
-        return library.empty(
-            wanted.shape, getattr(importlib.import_module("ml_dtypes"), wanted.dtype)
-        )
-    return library.empty(wanted.shape, wanted.dtype)
+def _plain(array: Any) -> Any:
+    """The array as one of a known library, without autograd history."""
+    array = of_known_library(array)
+    return kind_of(array).family.without_history(array)
 
 
 def _digest_of(array: Any) -> bytes:

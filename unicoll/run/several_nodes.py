@@ -32,7 +32,7 @@ from unicoll.errors import (
     RankLostError,
     StoreTimeoutError,
 )
-from unicoll.net.control.client import ControlClient
+from unicoll.net.control.client import ControlClient, ControlSettings
 from unicoll.net.control.join_warnings import warn_while_waiting
 from unicoll.net.objects.received_json import check, foreign_value, from_store, parse
 from unicoll.net.stores import PrefixStore, Store, TCPStore
@@ -468,9 +468,8 @@ class SeveralNodes(Nodes):
         key = hmac.digest(self._secret.key or round_key, text.encode(), "sha256")
         self._store = SignedStore(store, key)
         self._exchanges = 0
-        control = ControlClient(
-            self._rank, self._size, key, self._address, name="launch", host_timeout=_HOST_TIMEOUT_S
-        )
+        settings = ControlSettings(name="launch", host_timeout=_HOST_TIMEOUT_S)
+        control = ControlClient(self._rank, self._size, key, self._address, settings)
         self._control = control
         try:
             control.start(self._store, min(_CONNECT_S, seconds_left(deadline, 0.1)), self._endpoint)

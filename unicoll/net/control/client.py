@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from unicoll.errors import (
     AuthenticationError,
@@ -77,15 +77,31 @@ class StaleRendezvousError(DistNetworkError):
     replaced its record."""
 
 
+class ControlSettings(NamedTuple):
+    """How a process takes part in the control plane.
+
+    Attributes:
+        store_ends_with_rank_0: True if the job's store may end with rank 0's process.
+        allows_pickle: True if this process accepts pickles from the others.
+        name: of the job; "" for a job without one.
+        host_timeout: seconds after which a host that does not answer counts as down; None is no
+            limit.
+    """
+
+    store_ends_with_rank_0: bool = False
+    allows_pickle: bool = False
+    name: str = ""
+    host_timeout: float | None = None
+
+
+_DEFAULTS = ControlSettings()
+
+
 class ControlClient:
     """This process in the control plane; :meth:`start` joins, :meth:`close` leaves.
 
     Args:
         address: this host's address, for the relay to listen on.
-        store_ends_with_rank_0: True if the job's store may end with rank 0's process.
-        allows_pickle: True if this process accepts pickles from the others.
-        host_timeout: seconds after which a host that does not answer counts as down; None is no
-            limit.
 
     Attributes:
         peers: the :class:`PeerInfo` of each rank, once all have joined.
@@ -109,11 +125,9 @@ class ControlClient:
         size: int,
         key: bytes,
         address: str,
-        store_ends_with_rank_0: bool = False,
-        allows_pickle: bool = False,
-        name: str = "",
-        host_timeout: float | None = None,
+        settings: ControlSettings = _DEFAULTS,
     ) -> None:
+        store_ends_with_rank_0, allows_pickle, name, host_timeout = settings
         self.rank = rank
         self.size = size
         self._host_timeout = host_timeout
