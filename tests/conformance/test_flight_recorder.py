@@ -19,7 +19,8 @@ from tests.support.memory import freed
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true, await_word, send_word
 from unicoll.calls import flight_recorder
-from unicoll.calls.flight_recorder import ring, user_frame
+from unicoll.calls.call_site import user_frame
+from unicoll.calls.flight_recorder import ring
 from unicoll.diagnosis import wait_monitor
 from unicoll.diagnosis.recorder_contents import RecordedCall, recorded_calls
 from unicoll.group import dispatcher

@@ -23,6 +23,7 @@ from unicoll.backend.connections.endpoint import Endpoint, _Addresses
 from unicoll.backend.group_state import GroupState
 from unicoll.calls.ops import OPS
 from unicoll.errors import OperationTimeoutError, RankLostError
+from unicoll.net.control.reports import Reports
 from unicoll.net.wire.channel import Channel, Connection, records_for
 from unicoll.net.wire.links import Address, links, unacknowledged
 from unicoll.process.interrupts import Changes
@@ -291,8 +292,10 @@ def test_errors_and_warnings_have_the_links_of_all_ranks(caplog: pytest.LogCaptu
     }
     states[3] = {"unknown": True}
     states[4] = {**operation_errors.report(None, None), "links": 5}
+    reports = Reports(0, (), Changes(), lambda message: None, lambda: False)
+    reports.request_reports = lambda group, backend, ranks: states  # type: ignore[method-assign]
     control = SimpleNamespace(
-        request_reports=lambda group, backend, ranks: states,
+        collect_reports=reports.collect_reports,
         departed={},
         describe=lambda rank: f"rank {rank}",
     )

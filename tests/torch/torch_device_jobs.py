@@ -276,7 +276,7 @@ def recorded(mode: str) -> dict[str, Any]:
         "within": within,
         "after": after,
         "value": value,
-        "works": sum(not work.released for work in world._works._held.values()),
+        "works": sum(not work.released for work in world.members.works._held.values()),
     }
 
 

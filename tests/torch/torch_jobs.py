@@ -423,7 +423,7 @@ def messages() -> None:
         assert dist.recv(x, frm, tag=7) == frm
         dist.send(mine(), to, tag=7)
     same(x, mine(rank=frm))
-    works = dist.group.WORLD._works  # type: ignore[union-attr]
+    works = dist.group.WORLD.members.works  # type: ignore[union-attr]
     held = len(works._held)
     dist.send(mine(), to) if me() else dist.recv(x, frm)
     dist.recv(x, frm) if me() else dist.send(mine(), to)

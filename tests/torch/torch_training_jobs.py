@@ -219,7 +219,7 @@ def fsdp2_in_symmetric_memory() -> None:
         sum(twin(each).square().mean() for each in inputs).div(size()).backward()
     alike([p.grad.full_tensor() for p in model.parameters()], [p.grad for p in twin.parameters()], 1e-4)
     assert set(moved) == {"all_gather", "reduce_scatter"}, moved
-    blocks = sum(map(len, dist.group.WORLD._pool._blocks.values()))
+    blocks = sum(map(len, dist.group.WORLD.members.pool._blocks.values()))
     assert blocks < 2 * steps, blocks  # of four collectives in a step at least; the memory is used again
 
 

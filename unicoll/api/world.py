@@ -69,9 +69,9 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
     if pg is None:
         if _job is None:
             raise _not_initialized()
-        return _job.function_view if by_function else _job.default  # type: ignore[no-any-return]
-    # This is the usual case: a group that has its view needs no check of its type.
-    if by_function and (view := getattr(pg, "_made_function_view", None)) is not None:
+        return _job.default.by_functions if by_function else _job.default  # type: ignore[no-any-return]
+    # This is the usual case: a group that has the view needs no check of its type.
+    if by_function and (view := getattr(pg, "by_functions", None)) is not None:
         return view  # type: ignore[no-any-return]
     if isinstance(pg, _NonMember):
         warnings.warn(
@@ -81,7 +81,7 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
     # Torch's groups over unicoll's, and test doubles, are accepted: there is no common base class.
     if not hasattr(pg, "size"):
         raise DistTypeError(f"group: expected a process group, got {pg!r}")
-    return getattr(pg, "_function_view", pg) if by_function else pg
+    return pg
 
 
 def interrupted(pg: Any, error: BaseException) -> None:
@@ -110,7 +110,6 @@ def enter(job: Job) -> None:
     if _job is not None:
         _job.on_leave.remove(_forget)
     _had_group = True
-    job.function_view = job.default._function_view
     job.on_leave.append(_forget)
     _job, _pid = job, os.getpid()
     group.WORLD = job.default

@@ -7,8 +7,9 @@ ranks compare before a collective moves data, so a code is never reused.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -94,6 +95,10 @@ COMPRESSED = ("float32", "float64")
 """Names of the element types that can be compressed."""
 
 
+_count = count()
+_numbers: dict[tuple[str, int], int] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """Device of an array.
@@ -101,10 +106,17 @@ class Device:
     Attributes:
         type: ``"cpu"``, ``"cuda"`` or ``"xpu"``.
         index: the device's ordinal; -1 for the CPU.
+        number: a number that no other device has in this process, for keys: it is hashed faster.
     """
 
     type: str
     index: int = -1
+    number: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Two threads may each take a number for one device; all get the one that is kept.
+        kept = _numbers.setdefault((self.type, self.index), next(_count))
+        object.__setattr__(self, "number", kept)
 
     def __str__(self) -> str:
         return self.type if self.index < 0 else f"{self.type}:{self.index}"

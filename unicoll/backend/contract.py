@@ -120,7 +120,6 @@ class Job:
             number that it posted.
         default: the group of all ranks with which the job begins, and ends; None until it is made,
             and in a job that the torch plug-in has joined for a group of its own.
-        function_view: the view of ``default`` for public functions.
         named: how often each name of a group was used on this rank, for numbering.
         hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.call_hooks`).
         error: the exception or SystemExit because of which this process leaves the job; None
@@ -150,7 +149,6 @@ class Job:
     groups: list[Any] = field(default_factory=list)
     ended: dict[str, int] = field(default_factory=dict)
     default: Any = None
-    function_view: Any = None
     named: Counter[str] = field(default_factory=Counter)
     hooks: tuple[Any, ...] = ()
     error: BaseException | None = None

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from unicoll.backend import operation_errors
+from unicoll.backend.error_texts import Report
 from unicoll.errors import DistError, GroupAbortedError
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class GroupState:
             assert self.call is not None
             self.deadline = now + self.call.timeout
 
-    def report(self) -> operation_errors.Report:
+    def report(self) -> Report:
         """The state of this rank in the group, for errors on other ranks (called on the control
         thread)."""
         return operation_errors.report(self.call, self.last, self.links())

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from unicoll.backend import operation_errors
 from unicoll.backend.contract import Backend, Context
+from unicoll.backend.error_texts import Report
 from unicoll.backend.group_state import GroupState
-from unicoll.backend.operation_errors import Report
 from unicoll.calls.call import Call
 from unicoll.calls.work import HostCompletion
 from unicoll.errors import DistError

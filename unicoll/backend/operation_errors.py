@@ -1,55 +1,69 @@
-"""Errors of failed operations, with the state of the other ranks.
+"""Errors of failed operations: what is learned of the other ranks, and then the error.
 
-The state comes from reports that the control plane collects. All functions run after a failure or a
-long wait.
+The errors of timeouts and of calls that differ have the state of the other ranks, which reply to a
+request of the control plane, and that of a lost rank has the launcher's note on its end. So these
+functions wait, for a second at most; they run after a failure or a long wait. The texts are in
+:mod:`unicoll.backend.error_texts`.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from types import FrameType, NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unicoll.arrays.types import ALL_DTYPES
-from unicoll.calls.flight_recorder import site_of
-from unicoll.calls.thread_activity import Activity, entries
+from unicoll.backend.error_texts import (
+    Learned,
+    Report,
+    arrived_and_absent,
+    at,
+    cause_text,
+    list_text,
+    mismatch_text,
+    progress_text,
+    state_text,
+)
+from unicoll.calls.call_site import line_of_main_thread, site_of_call
 from unicoll.errors import (
     AuthenticationError,
     CollectiveMismatchError,
     DistError,
-    DistNetworkError,
     GroupAbortedError,
     MessageMismatchError,
     OperationTimeoutError,
     RankLostError,
 )
-from unicoll.net.wire.interfaces import check_loopback
+from unicoll.net.control.reports import why_no_reply
 from unicoll.process import logs
-from unicoll.process.excepthook import PACKAGES
-from unicoll.process.thread_frames import ThreadFrames, outwards
 
 if TYPE_CHECKING:
     from unicoll.backend.contract import Context
     from unicoll.calls.call import Call, EndedCall
     from unicoll.net.wire.records import TamperedError
 
-_SHOWN = 64
-"""Maximum number of ranks that an error lists."""
-_UNKNOWN_S = 0.3
-"""How long the request to a rank that does not have the group is repeated: it may be creating the
-group."""
-_BEHIND_S = 1.0
-"""How long the request to a rank that is in an earlier call is repeated: it may be about to leave
-that call."""
-LIBRARY_PACKAGES = {*PACKAGES, "torch", "ray", "typing_extensions", *sys.stdlib_module_names}
-
 _TYPES = {dtype.code: dtype.name for dtype in ALL_DTYPES}
 
-Report = dict[str, Any]
+
+def learn(
+    context: Context, ranks: set[int] | None = None, reached: int = 0, links: str = ""
+) -> Learned:
+    """Ask the other ranks for their state.
+
+    Args:
+        ranks: global ranks; None: all other members.
+        reached: requests to ranks that are before this call are repeated: they may be about to
+            leave the call before.
+        links: of this rank, see :class:`Learned`.
+    """
+    control = context.job.control
+    if control is None:
+        return Learned({}, links=links)
+    others = set(context.ranks) - {context.job.rank} if ranks is None else ranks
+    reports = control.collect_reports(context.name, context.backend, others, reached)
+    silence = why_no_reply() if others - reports.keys() else ""
+    return Learned(reports, silence, links)
 
 
 def rank_lost_error(context: Context, call: Call, peer: int, why: str) -> RankLostError:
@@ -88,7 +102,7 @@ def call_failed_error(context: Context, call: Call, cause: BaseException) -> Gro
     """The error that the other ranks raise after this rank has raised ``cause`` in a call."""
     return GroupAbortedError(
         f"{context.who(context.rank)} failed in {call.describe_with_number()} on group"
-        f" {context.name!r}: {_described(cause)}",
+        f" {context.name!r}: {cause_text(cause)}",
         group=context.name,
         rank=context.ranks[context.rank],
         op=call.op.name,
@@ -101,7 +115,7 @@ def member_failed_error(context: Context, what: str, cause: BaseException) -> Di
     failed on this one."""
     return GroupAbortedError(
         f"{context.who(context.rank)} failed while {what} group {context.name!r}:"
-        f" {_described(cause)}",
+        f" {cause_text(cause)}",
         group=context.name,
         rank=context.ranks[context.rank],
     )
@@ -112,7 +126,7 @@ def thread_failed(context: Context, cause: BaseException) -> DistError:
     operations, has failed."""
     who, thread = context.who(context.rank), threading.current_thread().name
     error: DistError = GroupAbortedError(
-        f"{who}: the thread {thread!r} of group {context.name!r} failed: {_described(cause)}",
+        f"{who}: the thread {thread!r} of group {context.name!r} failed: {cause_text(cause)}",
         group=context.name,
         rank=context.ranks[context.rank],
     )
@@ -142,21 +156,13 @@ def mismatch_error(
 ) -> CollectiveMismatchError:
     """The error of ranks whose calls differ, for the reason ``why``; member ``peer`` is in its call
     ``seq``."""
-    reports = _request_reports(context, reached=call.seq)
-    lines = []
-    for member, rank in enumerate(context.ranks[:_SHOWN]):
-        if member == context.rank:
-            doing = f"{call.describe_with_number()}{_at(_site(call))}"
-        else:
-            doing = _describe_state(
-                context, rank, reports.get(rank), seq if member == peer else None
-            )
-        lines.append(f"rank {rank}: {doing}")
-    calls = {rank: answer["call"] for rank, answer in reports.items() if answer.get("call")}
+    learned = learn(context, reached=call.seq)
+    lines = mismatch_text(context, call, (peer, seq), site_of_call(call), learned)
+    calls = {rank: answer["call"] for rank, answer in learned.reports.items() if answer.get("call")}
     calls[context.job.rank] = call.describe_with_number()
     differ = why or f"the ranks of group {context.name!r} are in different collectives"
     return CollectiveMismatchError(
-        f"{differ}:\n  " + "\n  ".join(lines),
+        f"{differ}:\n  {lines}",
         group=context.name,
         # The call of a root lists all ranks' sizes.
         rank=None if why else only_different(calls),
@@ -177,14 +183,11 @@ def timeout_error(
     context: Context, call: Call, links: Callable[[], str] = lambda: ""
 ) -> OperationTimeoutError:
     """The error of a collective whose deadline has passed; ``links`` as in :func:`report`."""
-    reports = _request_reports(context)
-    arrived, absent = _arrived_and_absent(context, call, reports)
-    names = f"{_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}"
+    learned = learn(context)._replace(links=links())
+    arrived, absent = arrived_and_absent(context, call, learned)
     error = OperationTimeoutError(
         f"{call.describe_with_number()} on group {context.name!r} timed out after"
-        f" {call.timeout:g} s;"
-        f" arrived: {names}; missing: {_list(list(absent.values()))}{_differing(call, reports)}"
-        f"{_without_answer(context, reports, links())}",
+        f" {call.timeout:g} s{progress_text(call, arrived, absent, learned, context.job.rank)}",
         group=context.name,
         op=call.op.name,
         seq=call.seq,
@@ -272,28 +275,25 @@ def log_stall(context: Context, call: Call, seconds: float, links: str, others: 
 
     ``links`` as in :func:`report`, ``others`` as for :func:`message_timeout_error`.
     """
-    what = f"{call.describe_with_number()} on group {context.name!r}{_at(call.site)}"
+    what = f"{call.describe_with_number()} on group {context.name!r}{at(call.site)}"
     text = f"{what} has waited {seconds:.0f} s"
     if call.op.message:
         peers = (
             [call.peer] if call.peer >= 0 else [m for m in range(context.size) if m != context.rank]
         )
-        reports = _request_reports(context, {context.ranks[peer] for peer in peers})
+        learned = learn(context, {context.ranks[peer] for peer in peers})
         doing = [
-            _describe_state(context, context.ranks[m], reports.get(context.ranks[m]), None)
-            for m in peers
+            f"{context.who(peer)}: {state_text(context, context.ranks[peer], learned)}"
+            for peer in peers
         ]
-        text += f"; {_list([f'{context.who(m)}: {what}' for m, what in zip(peers, doing, strict=True)])}{others}"
+        text += f"; {list_text(doing)}{others}"
     else:
-        reports = _request_reports(context)
-        arrived, absent = _arrived_and_absent(context, call, reports)
+        learned = learn(context, links=links)
+        arrived, absent = arrived_and_absent(context, call, learned)
         control = context.job.control
         if call.presumed and (control is None or control.left.issuperset(absent)):
             return
-        more = ", ..." if len(arrived) > _SHOWN else ""
-        text += f"; arrived: {_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}{more}"
-        text += f"; missing: {_list(list(absent.values()))}{_differing(call, reports)}"
-        text += _without_answer(context, reports, links)
+        text += progress_text(call, arrived, absent, learned, context.job.rank)
     logs.logger("backend").warning("%s", text)
 
 
@@ -308,170 +308,6 @@ def report(call: Call | None, last: EndedCall | None, links: str = "") -> Report
         "seq": seq if call is None else call.seq,
         "call": call.describe_with_number() if call is not None else None,
         "last": f"{ended.describe()} #{seq}" if ended is not None and call is None else None,
-        "where": where() if call is None else _site(call),
+        "where": line_of_main_thread() if call is None else site_of_call(call),
         "links": links,
     }
-
-
-def _site(call: Call) -> str:
-    """``file:line`` of the user's code that made a call, in whichever thread; called from any
-    thread."""
-    if not call.site:
-        made = getattr(call, "of", call)
-        for entry in [*entries]:
-            if entry[1] is made:
-                activity = Activity(*entry)
-                with ThreadFrames() as frames:
-                    try:
-                        return line_of_user(activity.frame or frames.get(activity.thread))
-                    finally:
-                        # Frames keep arrays alive.
-                        frames.clear()
-    return call.site or where()
-
-
-def where() -> str:
-    """``file:line`` of the user's code that the main thread runs; called from any thread."""
-    with ThreadFrames() as frames:
-        try:
-            return line_of_user(frames.get(threading.main_thread().ident or 0))
-        finally:
-            # Frames keep arrays alive.
-            frames.clear()
-
-
-def line_of_user(innermost: FrameType | None) -> str:
-    """``file:line`` of the innermost frame of the user's code, "" if there is none."""
-    for frame in outwards(innermost):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARY_PACKAGES:
-            return site_of(frame)
-    return ""
-
-
-def _described(cause: BaseException) -> str:
-    return f"{type(cause).__name__}: {cause}".removesuffix(": ")
-
-
-def _plural(ranks: list[int]) -> str:
-    return "ranks" if len(ranks) > 1 else "rank"
-
-
-def _differing(call: Call, reports: dict[int, Report]) -> str:
-    """The ranks whose call has this number and differs, for backends that do not compare calls."""
-    mine = call.describe_with_number()
-    others = [
-        f"rank {rank} is in {answer['call']}{_at(answer['where'])}"
-        for rank, answer in sorted(reports.items())
-        if answer.get("seq") == call.seq and answer.get("call") not in (None, mine)
-    ]
-    return f"; the calls differ: {'; '.join(others[:_SHOWN])}" if others else ""
-
-
-def _without_answer(context: Context, reports: dict[int, Report], own: str) -> str:
-    """The connections and addresses of all ranks on which nothing is acknowledged or answered."""
-    found = {rank: answer["links"] for rank, answer in reports.items() if not answer.get("unknown")}
-    found[context.job.rank] = own
-    lines = [f"rank {rank}: {links}" for rank, links in sorted(found.items()) if links]
-    return f"; connections without an answer: {'; '.join(lines[:_SHOWN])}" if lines else ""
-
-
-def _arrived_and_absent(
-    context: Context, call: Call, reports: dict[int, Report]
-) -> tuple[list[int], dict[int, str]]:
-    """Global ranks that have reached this call, and a description of the state of each other
-    rank."""
-    arrived: list[int] = []
-    absent: dict[int, str] = {}
-    for member, rank in enumerate(context.ranks):
-        answer = reports.get(rank)
-        if member == context.rank or (answer is not None and answer.get("seq", 0) >= call.seq):
-            arrived.append(rank)
-        else:
-            absent[rank] = f"{context.who(member)}: {_describe_state(context, rank, answer, None)}"
-    return arrived, absent
-
-
-def _list(missing: list[str]) -> str:
-    more = f"; and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-    return "; ".join(missing[:_SHOWN]) + more if missing else "none (all are waiting)"
-
-
-def _request_reports(
-    context: Context, ranks: set[int] | None = None, reached: int = 0
-) -> dict[int, Report]:
-    """The reports of all other ranks, or of ``ranks``; requests to those before call ``reached``
-    are repeated."""
-    control = context.job.control
-    if control is None:
-        return {}
-    others = set(context.ranks) - {context.job.rank} if ranks is None else ranks
-    reports = _valid_reports(control.request_reports(context.name, context.backend, others), others)
-    started = time.monotonic()
-    while True:
-        age = time.monotonic() - started
-        again = {
-            rank
-            for rank, answer in reports.items()
-            if (
-                age < _UNKNOWN_S
-                if answer.get("unknown")
-                else answer["seq"] < reached and age < _BEHIND_S
-            )
-        }
-        if not again:
-            return reports
-        time.sleep(0.02)
-        reports |= _valid_reports(
-            control.request_reports(context.name, context.backend, again), again
-        )
-
-
-def _valid_reports(answers: dict[Any, Any], ranks: set[int]) -> dict[int, Report]:
-    """The answers that are valid reports (see :func:`report`) of these ranks."""
-    text_or_none = (str, NoneType)
-    kinds: dict[str, Any] = {
-        "seq": int,
-        "call": text_or_none,
-        "last": text_or_none,
-        "where": str,
-        "links": str,
-    }
-    return {
-        rank: answer
-        for rank, answer in answers.items()
-        if rank in ranks
-        and isinstance(answer, dict)
-        and (
-            answer.get("unknown")
-            or all(n in answer and isinstance(answer[n], kind) for n, kind in kinds.items())
-        )
-    }
-
-
-def _describe_state(context: Context, rank: int, answer: Report | None, seq: int | None) -> str:
-    control = context.job.control
-    if control is not None and rank in control.departed:
-        return control.departed[rank]
-    if answer is None:
-        place = f"; is at #{seq}" if seq else ""
-        return f"sends no report ({_why_no_report()}){place}"
-    if answer.get("unknown"):
-        return "has not created this group yet, or has destroyed it"
-    before = f", last was {answer['last']}" if answer.get("last") else ""
-    place = _at(answer["where"])
-    if answer["call"]:
-        return f"{answer['call']}{place}{before}"
-    return f"not in a collective of this group{place and '; is'}{place}{before}"
-
-
-def _why_no_report() -> str:
-    try:
-        # This is the address of this host over which its processes connect.
-        check_loopback()
-    except DistNetworkError as error:
-        return str(error)
-    return "the process is stopped, a thread holds the GIL, or the network is down"
-
-
-def _at(place: str) -> str:
-    return f" at {place}" if place else ""

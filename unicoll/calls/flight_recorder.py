@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.calls.call import Call
+from unicoll.calls.call_site import site_of, user_frame
 from unicoll.process.environment import number
 
 MessageDetail = tuple[tuple[int, ...], int, "int | None"]
@@ -29,24 +30,12 @@ Entry = tuple[Any, ...]
 and the call site as code object and offset, or as ``file:line`` and 0. If it failed, the error as
 text follows; of a message the error or "", and shape, peer and tag."""
 
-_LIBRARIES = (
-    "unicoll",
-    "torch",
-    "ray",
-    # The functions that torch has deprecated are wrapped by these two.
-    "typing_extensions",
-    "warnings",
-)
-_SUBMODULES = ("unicoll.", "torch.", "ray.")
 _MAX_ERROR = 1000
 _MAX_MESSAGE_KINDS = 256
 """Kinds of messages that are kept for each operation and element type."""
 _ATTEMPTS = 10
 _ON_END_LOCK = threading.Lock()
 _ring: deque[Entry | PendingEntry] | None = None
-_library_modules: dict[int, dict[str, Any]] = {}
-"""Globals of the modules whose frames are not the user's, by id; they are kept alive, so the ids
-stay theirs."""
 
 
 def ring() -> deque[Any]:
@@ -243,34 +232,3 @@ def message_detail(call: Call) -> MessageDetail:
 def failure_text(error: BaseException) -> str:
     """An exception as text. The exception itself would keep frames alive, and with them arrays."""
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR]
-
-
-def user_frame(frame: FrameType) -> FrameType:
-    """The first frame from ``frame`` outwards that is not of this library, or of torch or Ray,
-    which may call it."""
-    while id(names := frame.f_globals) in _library_modules or _is_library(names):
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return frame
-
-
-def _is_library(names: dict[str, Any]) -> bool:
-    name = names.get("__name__")
-    if isinstance(name, str) and (name.startswith(_SUBMODULES) or name in _LIBRARIES):
-        _library_modules[id(names)] = names
-        return True
-    return False
-
-
-def site_of(frame: FrameType) -> str:
-    """``file:line`` of what a frame executes."""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def line_of(code: CodeType, offset: int) -> int:
-    """The line of an instruction."""
-    for first, last, line in code.co_lines():
-        if first <= offset < last and line is not None:
-            return line
-    return code.co_firstlineno

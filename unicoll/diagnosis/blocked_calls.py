@@ -23,13 +23,9 @@ from typing import Any, NamedTuple
 from unicoll.backend.group_state import GroupState
 from unicoll.backend.host import HostBackend
 from unicoll.backend.observed_backend import ObservedBackend
-from unicoll.backend.operation_errors import (
-    LIBRARY_PACKAGES,
-    line_of_user,
-    mismatch_error,
-    timeout_error,
-)
+from unicoll.backend.operation_errors import mismatch_error, timeout_error
 from unicoll.calls.call import Call, ProxyCall
+from unicoll.calls.call_site import LIBRARY_PACKAGES, line_of_user
 from unicoll.calls.thread_activity import NotBlocked, activities
 from unicoll.calls.work import Completion, HostCompletion
 from unicoll.process.excepthook import PACKAGES

@@ -11,15 +11,14 @@ from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.calls import flight_recorder, thread_activity
+from unicoll.calls.call_site import line_of, site_of
 from unicoll.calls.flight_recorder import (
     ArrayKind,
     CallKind,
     MessageDetail,
     PendingEntry,
-    line_of,
     message_detail,
     ring,
-    site_of,
 )
 from unicoll.calls.thread_activity import Activity
 

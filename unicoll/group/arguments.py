@@ -1,15 +1,12 @@
-"""Conversion and checks of users' arguments: lists of arrays, pairs, ranks, split sizes; and the
-call site."""
+"""Conversion and checks of users' arguments: lists of arrays, pairs, ranks, split sizes."""
 
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from unicoll.arrays.conversion import Buffer, as_buffers
-from unicoll.calls.flight_recorder import site_of, user_frame
 from unicoll.errors import DistArgumentError, DistTypeError
 
 DEFAULT_NAME = "world"
@@ -80,8 +77,3 @@ def splits_of(name: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
         return tuple(operator.index(s) for s in sizes)
     except TypeError:
         raise DistTypeError(f"{name}: expected a list of integers, got {sizes!r}") from None
-
-
-def call_site() -> str:
-    """``file:line`` of the first caller outside this library, torch and Ray, which may call it."""
-    return site_of(user_frame(sys._getframe(2)))

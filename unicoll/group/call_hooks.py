@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from unicoll.backend.contract import Backend, Context, Job, Tracker
 from unicoll.calls.call import Call
+from unicoll.calls.call_site import call_site
 from unicoll.calls.error_marks import mark_unchanged
 from unicoll.calls.flight_recorder import CallKind, PendingEntry
 from unicoll.calls.ops import Arity
 from unicoll.calls.thread_activity import NotBlocked, entered
 from unicoll.calls.work import Completion
-from unicoll.group.arguments import call_site
 from unicoll.process import logs
 
 log = logs.logger("calls")

@@ -20,6 +20,7 @@ from unicoll.backend.contract import Backend, Context, Tracker
 from unicoll.backend.host import HostBackend, check_sizes
 from unicoll.backend.operation_errors import announce
 from unicoll.calls.call import Call, ProxyCall
+from unicoll.calls.call_site import call_site
 from unicoll.calls.ops import OPS, Sizes
 from unicoll.calls.work import Completion
 from unicoll.errors import (
@@ -30,7 +31,6 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.group import registry
-from unicoll.group.arguments import call_site
 from unicoll.net.stores import Store
 from unicoll.process import logs
 from unicoll.process.debug_level import DebugLevel, get_debug_level

@@ -21,8 +21,9 @@ from unicoll.arrays.types import Reduction
 from unicoll.backend.contract import Backend, Context
 from unicoll.calls import flight_recorder
 from unicoll.calls.call import Call
+from unicoll.calls.call_site import call_site, site_of, user_frame
 from unicoll.calls.error_marks import mark_unchanged
-from unicoll.calls.flight_recorder import CallKind, failure_text, site_of, user_frame
+from unicoll.calls.flight_recorder import CallKind, failure_text
 from unicoll.calls.ops import PROBE, Arity, Op, Sizes
 from unicoll.calls.reduce_ops import as_reduce_op
 from unicoll.calls.status import Status
@@ -30,7 +31,7 @@ from unicoll.calls.thread_activity import entered, entries
 from unicoll.calls.validation import check, sign
 from unicoll.calls.work import Completion, Work
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
-from unicoll.group.arguments import as_integer, buffers_of, call_site
+from unicoll.group.arguments import as_integer, buffers_of
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
 from unicoll.group.overlaps import separate, separate_one
@@ -112,23 +113,11 @@ class Dispatcher:
             reduce,
             root,
         )
-        # One array in place has the shortest key. A key is made before check(), which replaces
-        # split sizes by numbers of elements.
-        if inputs is outputs and inputs and inputs[0].writable:
-            first = inputs[0]
-            key: Any = (
-                op,
-                first.dtype,
-                first.shape,
-                first.device.type,
-                None if reduce is None else reduce.key,
-                root,
-            )
-        else:
-            if splits is not None:
-                call.in_counts, call.out_counts = splits
-                call.even = splits == EVEN
-            key = kind_of(call)
+        if splits is not None:
+            call.in_counts, call.out_counts = splits
+            call.even = splits == EVEN
+        # The key is made before check(), which replaces split sizes by numbers of elements.
+        key = kind_of(call)
         if settings.special:
             key = self._apply(settings, call, key)
         checked = self.validation.known.get(key)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import BY_NAME, DType
 from unicoll.calls.call import OneSidedCall
+from unicoll.calls.call_site import call_site
 from unicoll.calls.ops import Arity, Op, Sizes
 from unicoll.errors import DistArgumentError, DistTypeError
-from unicoll.group.arguments import as_integer, call_site
+from unicoll.group.arguments import as_integer
 from unicoll.process.timeouts import Timeout
 
 if TYPE_CHECKING:

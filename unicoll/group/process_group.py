@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unicoll.backend.contract import Backend, Context, Job
@@ -88,7 +89,6 @@ class ProcessGroup:
         self._dispatcher = dispatcher
         self._settings = settings
         self._base = base
-        self._made_function_view: ProcessGroup | None = None
 
     @classmethod
     def create(
@@ -217,18 +217,14 @@ class ProcessGroup:
                     backend.refuse_options(settings.passed)
         return ProcessGroup(self._context, self._backends, self._dispatcher, settings, self.base)
 
-    @property
-    def _function_view(self) -> ProcessGroup:
-        """A view for public functions: the call site of a call is the caller of the function, not
-        of the method."""
+    @cached_property
+    def by_functions(self) -> ProcessGroup:
+        """The view for public functions: the call site of a call is the caller of the function, not
+        of the method (:mod:`unicoll.calls.call_site`)."""
         # Two threads may each make a view at the same time. The views are equal, so either one may
         # stay.
-        if self._made_function_view is None:
-            settings = replace(self._settings, by_functions=True)
-            self._made_function_view = ProcessGroup(
-                self._context, self._backends, self._dispatcher, settings
-            )
-        return self._made_function_view
+        settings = replace(self._settings, by_functions=True)
+        return ProcessGroup(self._context, self._backends, self._dispatcher, settings)
 
     def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.shrink_group` of this group: the remaining members call it and get a group

@@ -105,25 +105,25 @@ class ValidationCache:
 def kind_of(call: Call) -> Any:
     """The key under which the validation of a call is cached.
 
-    A device is given by its index, which is -1 for the CPU.
+    Whether an output can be written is in it, because check() refuses those that cannot be.
     """
-    op, inputs, outputs, reduce = call.op, call.inputs, call.outputs, call.reduce
+    inputs, outputs, reduce = call.inputs, call.outputs, call.reduce
     reduction = None if reduce is None else reduce.key
+    # This is made in each call: one array in place has the shortest key.
     if inputs is outputs and len(inputs) == 1 and call.in_counts is None is call.out_counts:
-        # Whether an array can be written is in the key, because check() refuses outputs that cannot
-        # be.
         i = inputs[0]
-        return op, i.dtype, i.shape, i.device.index, i.writable, reduction, call.root
+        return call.op, i.dtype, i.shape, i.device.number, i.writable, reduction, call.root
+    op = call.op
     if len(inputs) == 1 == len(outputs):
         i, o = inputs[0], outputs[0]
         key = (
             op,
             i.dtype,
             i.shape,
-            i.device.index,
+            i.device.number,
             o.dtype,
             o.shape,
-            o.device.index,
+            o.device.number,
             o.writable,
             reduction,
             call.root,
@@ -135,7 +135,7 @@ def kind_of(call: Call) -> Any:
         )
     arrays: list[Any] = [op, reduction, call.root, len(inputs)]
     for i in inputs:
-        arrays += i.dtype, i.shape, i.device.index
+        arrays += i.dtype, i.shape, i.device.number
     for o in outputs:
-        arrays += o.dtype, o.shape, o.device.index, o.writable
+        arrays += o.dtype, o.shape, o.device.number, o.writable
     return tuple(arrays)

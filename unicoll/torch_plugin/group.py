@@ -15,7 +15,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from unicoll.calls.error_marks import mark_changed
 from unicoll.calls.work import Work as Handle
-from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
+from unicoll.errors import (
+    DistArgumentError,
+    DistError,
+    NotInitializedError,
+    OperationTimeoutError,
+)
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.process.timeouts import Timeout, to_seconds
@@ -75,6 +80,27 @@ class Coalescing(NamedTuple):
     messages: list[Message]
 
 
+class Members:
+    """The members of a process group, as this rank is one of them.
+
+    Attributes:
+        job: the job that they have joined.
+        group: the unicoll group.
+        works: the works of its calls.
+        coalescing: the operations that are collected at present; None if none are.
+        pool: tensors in symmetric memory.
+        tagless: the device types whose backend ignores tags.
+    """
+
+    def __init__(self, job: TorchJob, group: ProcessGroup) -> None:
+        self.job = job
+        self.group = group
+        self.works = WorkRegistry(group)
+        self.coalescing: Coalescing | None = None
+        self.pool = TensorPool(group)
+        self.tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
+
+
 class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A process group of torch.distributed that runs its operations on a unicoll group. torch
     creates it.
@@ -82,19 +108,28 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     All operations of torch.distributed are supported, on tensors of the devices that the group's
     backends serve. They raise the errors of :mod:`unicoll.errors`, which are all RuntimeErrors.
 
+    Args:
+        members: None for a :class:`ReconfigurableGroup` that has none yet, of which ``rank`` and
+            ``size`` are torch's arguments.
+
     Attributes:
-        unicoll: the unicoll group.
         backend_spec: unicoll's specification of the requested backends; None for the default.
     """
 
     def __init__(
-        self, job: TorchJob, group: ProcessGroup, backend: str, name: str, desc: str, store: Any
+        self,
+        members: Members | None,
+        backend: str,
+        name: str,
+        desc: str,
+        store: Any,
+        rank: int = -1,
+        size: int = -1,
     ) -> None:
-        super().__init__(group.rank(), group.size())
-        self._initialize(backend, name, desc, store)
-        self._set_group(job, group)
-
-    def _initialize(self, backend: str, name: str, desc: str, store: Any) -> None:
+        if members is not None:
+            rank, size = members.group.rank(), members.group.size()
+        super().__init__(rank, size)
+        self._members: Members | None = None
         self._backend = backend
         self._names = [name, desc]
         self._store = store
@@ -104,18 +139,35 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._extension = self._new_extension = timedelta(0)
         self.options = None
         self.backend_spec: str | None = None
+        if members is not None:
+            self._set_members(members)
 
-    def _set_group(self, job: TorchJob, group: ProcessGroup) -> None:
-        self.job = job
-        self.unicoll = group
-        self._works = WorkRegistry(group)
-        self._coalescing: Coalescing | None = None
-        self._pool = TensorPool(group)
-        self._tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
+    def _set_members(self, members: Members) -> None:
+        group = members.group
+        self._members = members
         group.wrapper = self
         # Groups of unicoll also accept other types.
         if isinstance(group.bound_device_id, torch.device):
             self.bound_device_id = group.bound_device_id
+
+    @property
+    def members(self) -> Members:
+        """The members; NotInitializedError if there are none."""
+        members = self._members
+        if members is None:
+            raise NotInitializedError("this process group has no members: call reconfigure first")
+        return members
+
+    @property
+    def unicoll(self) -> ProcessGroup:
+        """The unicoll group; NotInitializedError if there are no members."""
+        members = self._members
+        return members.group if members is not None else self.members.group
+
+    @property
+    def job(self) -> TorchJob:
+        """The job of the members; NotInitializedError if there are none."""
+        return self.members.job
 
     # --- properties -------------------------------------------------------------------------------
 
@@ -208,22 +260,20 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             raise DistArgumentError(
                 f"allocate_tensor: there is no symmetric memory on {device}, only on a CPU"
             )
-        return self._pool.allocate(size, dtype)
+        return self.members.pool.allocate(size, dtype)
 
     # --- operations -------------------------------------------------------------------------------
 
     def interrupted(self, error: BaseException) -> None:
         """Fail the group on all members if ``error``, which ends a method, leaves its state
         unknown."""
-        # A ReconfigurableGroup may have none.
-        group: ProcessGroup | None = self.__dict__.get("unicoll")
-        if group is not None:
-            group.interrupted(error)
+        if self._members is not None:
+            self._members.group.interrupted(error)
 
     def _register(self, handle: Handle, outputs: Sequence[Any]) -> TorchWork:
-        work = self._works.add(handle, outputs)
-        if self._coalescing is not None:
-            self._coalescing.works.append(work)
+        work = self.members.works.add(handle, outputs)
+        if self.members.coalescing is not None:
+            self.members.coalescing.works.append(work)
         return work
 
     @_guarded
@@ -244,13 +294,13 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_guarded
     def send(self, tensors: Sequence[Any], peer: int, tag: int) -> TorchWork | CompletedWork | None:
         # A blocking message cannot be deferred, and profiles show only those of _start_messages.
-        if self._coalescing is None and is_awaited() and not is_profiling():
+        if self.members.coalescing is None and is_awaited() and not is_profiling():
             return self._blocking_message(self.unicoll.send, tensors, peer, tag)
         return self._message("send", (True, one(tensors), peer, tag))
 
     @_guarded
     def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> TorchWork | CompletedWork | None:
-        if self._coalescing is None and is_awaited() and not is_profiling():
+        if self.members.coalescing is None and is_awaited() and not is_profiling():
             return self._blocking_message(self.unicoll.recv, tensors, peer, tag)
         return self._message("recv", (False, one(tensors), peer, tag))
 
@@ -287,19 +337,19 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _tag(self, tensor: Any, tag: int) -> int:
         """The tag of a message: 0 over NCCL, where torch ignores tags."""
-        return 0 if tag and tensor.device.type in self._tagless else tag
+        return 0 if tag and tensor.device.type in self.members.tagless else tag
 
     def _message(self, name: str, message: Message) -> TorchWork | None:
         """Start a message. While coalescing, it is deferred and the result is None, as with torch's
         NCCL backend."""
-        if self._coalescing is None:
+        if self.members.coalescing is None:
             return self._start_messages(name, [message])[0]
-        self._coalescing.messages.append(message)
+        self.members.coalescing.messages.append(message)
         return None
 
     def _start_messages(self, name: str, messages: Sequence[Message]) -> list[TorchWork]:
         with record_function(f"{_LABEL}{name}") if is_profiling() else nullcontext():
-            if self._tagless:
+            if self.members.tagless:
                 messages = [(sends, x, peer, self._tag(x, tag)) for sends, x, peer, tag in messages]
             try:
                 handles = self.unicoll.batch_isend_irecv(messages, timeout=self._timeout)
@@ -307,21 +357,22 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 adapt_for_torch(error)
                 raise error
         return [
-            self._works.add(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)
+            self.members.works.add(handle, [m[1]])
+            for handle, m in zip(handles, messages, strict=True)
         ]
 
     @_guarded
     def _start_coalescing(self, device: torch.device) -> None:
-        if self._coalescing is not None:
+        if self.members.coalescing is not None:
             raise DistArgumentError("this group is already coalescing operations")
-        self._coalescing = Coalescing([], [])
+        self.members.coalescing = Coalescing([], [])
 
     @_guarded
     def _end_coalescing(self, device: torch.device) -> Any:
-        if self._coalescing is None:
+        if self.members.coalescing is None:
             return DONE
         # The state is reset first: if a message is refused, the group does not go on coalescing.
-        (works, messages), self._coalescing = self._coalescing, None
+        (works, messages), self.members.coalescing = self.members.coalescing, None
         works += self._start_messages("batch_isend_irecv", messages)
         return CoalescedWork(works) if works else DONE
 
@@ -384,7 +435,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             parent.bound_device_id,
             parent,
         )
-        return TorchProcessGroup(self.job, group, self._backend, name, desc, self._store)
+        members = Members(self.job, group)
+        return TorchProcessGroup(members, self._backend, name, desc, self._store)
 
     def choices_for(self, spec: str | None) -> Sequence[BackendChoice]:
         """The backends of a new group of this job: those of this group if ``spec`` is the same,
@@ -429,7 +481,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                     raise
             finally:
                 self.unicoll.wrapper = None
-                self._works.clear()
+                self.members.works.clear()
                 self._store = None
 
     def _release(self) -> None:
@@ -512,7 +564,7 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
         method = getattr(self.unicoll, unicoll_method)
         timeout = timeout_or_none(opts.timeout) or self._timeout
         ended = self._take_extension() if self._new_extension else None
-        if getattr(opts, "asyncOp", True) or self._coalescing is not None:
+        if getattr(opts, "asyncOp", True) or self.members.coalescing is not None:
             handle = method(*convert(opts, *arguments), async_op=True, timeout=timeout)
             if ended is not None:
                 handle.add_done_callback(ended)
@@ -540,7 +592,7 @@ def _allreduce(self: TorchProcessGroup, tensors: Any, opts: Any = None) -> Any:
             return _dense_allreduce(self, tensors, opts)
         timeout = timeout_or_none(opts.timeout) or self._timeout
         sparse_all_reduce(self.unicoll, tensor, reduction(opts.reduceOp), timeout)
-        return self._works.add(ReleasedHandle(), [tensor])
+        return self.members.works.add(ReleasedHandle(), [tensor])
     except DistError as error:
         adapt_for_torch(error)
         raise error

@@ -10,20 +10,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unicoll.api import init, world
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.bootstrap.enter import join
 from unicoll.bootstrap.resolve import JoinRequest
-from unicoll.errors import DistArgumentError, DistError, NotInitializedError
+from unicoll.errors import DistArgumentError, DistError
 from unicoll.group.arguments import DEFAULT_NAME
 from unicoll.group.call_hooks import Hook, add_to_job
-from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin.compat import RequestedGroup
 from unicoll.torch_plugin.error_messages import adapt_for_torch
-from unicoll.torch_plugin.group import TorchProcessGroup
+from unicoll.torch_plugin.group import Members, TorchProcessGroup
 from unicoll.torch_plugin.stores import (
     TorchBackedStore,
     TorchStoreLocation,
@@ -37,8 +35,7 @@ from unicoll.torch_plugin.work import DONE, CompletedWork
 class ReconfigurableGroup(TorchProcessGroup):
     """torch's default group, which has members after :meth:`reconfigure` only.
 
-    Each reconfiguration joins a new job at torch's store, which must outlive lost ranks. The group
-    has the attributes ``unicoll`` and ``job`` while it has members.
+    Each reconfiguration joins a new job at torch's store, which must outlive lost ranks.
     """
 
     supports_reconfigure = True
@@ -55,8 +52,8 @@ class ReconfigurableGroup(TorchProcessGroup):
         timeout: timedelta | None,
         options: Any,
     ) -> None:
-        dist.ProcessGroup.__init__(self, rank, size)
-        self._initialize(requested.backend or backend, name, requested.desc or "undefined", store)
+        desc = requested.desc or "undefined"
+        super().__init__(None, requested.backend or backend, name, desc, store, rank, size)
         self.backend_spec = spec
         self._rank, self._size = rank, size
         self._limit = (timeout or default_pg_timeout).total_seconds()
@@ -69,11 +66,6 @@ class ReconfigurableGroup(TorchProcessGroup):
         self._inner = innermost(store)
         self._token = secrets.token_hex(8)
         self._reconfigured = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("unicoll", "job"):
-            raise NotInitializedError("this process group has no members: call reconfigure first")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # Torch has these names in Python and in C++.
     def rank(self) -> int:
@@ -88,7 +80,7 @@ class ReconfigurableGroup(TorchProcessGroup):
         """torch's ErrorType: REMOTE_ERROR after a failure of the group, such as a lost rank, else
         SUCCESS."""
         kinds = torch._C._distributed_c10d.ErrorType
-        if not self._has_members():
+        if self._members is None:
             return kinds.SUCCESS
         control = self.job.joined.control
         failed = control is not None and control.group_failure(self.unicoll.name) is not None
@@ -187,7 +179,7 @@ class ReconfigurableGroup(TorchProcessGroup):
             )
             for hook in self._hooks:
                 add_to_job(joined, hook)
-            self._set_group(job, group)
+            self._set_members(Members(job, group))
             self._rank, self._size = rank, size
             self._reconfigured += 1
             if self in c10d._world.pg_group_ranks:
@@ -198,27 +190,24 @@ class ReconfigurableGroup(TorchProcessGroup):
         except BaseException as error:
             # This may be an exception of a signal's handler: the other members have joined, and
             # learn by its leave() that this one has not.
-            self.__dict__.pop("job", None)
-            made: ProcessGroup | None = self.__dict__.pop("unicoll", None)
+            made, self._members = self._members, None
             if made is not None:
-                made.wrapper = None
+                made.group.wrapper = None
             joined.leave(error)
             # Its traceback has frames that have the job.
             joined.error = None
             raise
 
-    def _has_members(self) -> bool:
-        return "unicoll" in self.__dict__
-
     def _leave(self, call: str) -> None:
-        if self._has_members():
-            job, group = self.job, self.unicoll
+        members = self._members
+        if members is not None:
+            job, group = members.job, members.group
             reason = f"rank {self._rank} calls {call}()"
             try:
                 # Closing the unicoll group would else close this group, too, which goes on without
                 # members.
                 group.wrapper = None
-                self._works.clear()
+                members.works.clear()
                 self._hooks = job.joined.hooks
                 job.end(group, reason)
             except BaseException:
@@ -227,7 +216,7 @@ class ReconfigurableGroup(TorchProcessGroup):
                 job.end(group, reason)
                 raise
             finally:
-                del self.job, self.unicoll
+                self._members = None
 
     def abort(self) -> None:
         """Make all pending operations raise, on all ranks. The group has no members until the next
@@ -235,9 +224,9 @@ class ReconfigurableGroup(TorchProcessGroup):
         self._leave("abort")
 
     def shutdown(self) -> None:
-        if self._has_members():
+        if self._members is not None:
             super().shutdown()
-            del self.job, self.unicoll
+            self._members = None
         inner, self._inner = self._inner, None
         if isinstance(inner, UnicollBackedStore) and inner.claim():
             inner.rendezvous.close()

@@ -18,7 +18,7 @@ from unicoll.torch_autoload import BACKENDS
 from unicoll.torch_plugin import compat, functional, rendezvous
 from unicoll.torch_plugin.backend_names import MPI, spec_of
 from unicoll.torch_plugin.error_messages import adapt_for_torch
-from unicoll.torch_plugin.group import CoalescedWork, TorchProcessGroup
+from unicoll.torch_plugin.group import CoalescedWork, Members, TorchProcessGroup
 from unicoll.torch_plugin.reconfigurable_group import ReconfigurableGroup
 from unicoll.torch_plugin.torch_job import join_torch_job
 from unicoll.torch_plugin.work import CompletedWork, TorchWork
@@ -137,9 +137,8 @@ def _make(
     unicoll_group = job.make(
         group_name, job_ranks, choices, timeout, desc, pg_options, requested.device, parent
     )
-    group = TorchProcessGroup(
-        job, unicoll_group, requested.backend or name, torch_name, desc, store
-    )
+    members = Members(job, unicoll_group)
+    group = TorchProcessGroup(members, requested.backend or name, torch_name, desc, store)
     group.backend_spec = spec
     if is_default:
         job.joined.default = unicoll_group

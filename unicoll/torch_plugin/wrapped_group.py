@@ -12,7 +12,7 @@ from unicoll.api import world
 from unicoll.errors import DistArgumentError
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin.compat import RequestedGroup
-from unicoll.torch_plugin.group import TorchProcessGroup
+from unicoll.torch_plugin.group import Members, TorchProcessGroup
 from unicoll.torch_plugin.stores import UnicollBackedStore, innermost
 from unicoll.torch_plugin.torch_job import TorchJob
 
@@ -27,7 +27,8 @@ class WrappedProcessGroup(TorchProcessGroup):
         job = TorchJob(world.current("torch_group"))
         job.store = innermost(requested.store)
         name, desc = requested.name or group.name, requested.desc or group.group_desc
-        super().__init__(job, group, requested.backend or "unicoll", name, desc, requested.store)
+        members = Members(job, group)
+        super().__init__(members, requested.backend or "unicoll", name, desc, requested.store)
 
     def _release(self) -> None:
         """Torch's group only is destroyed."""

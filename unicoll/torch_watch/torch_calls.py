@@ -15,7 +15,8 @@ import torch.distributed as dist
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import ALL_DTYPES, DType, Reduction
 from unicoll.calls.call import Call
-from unicoll.calls.flight_recorder import CallKind, failure_text, line_of, user_frame
+from unicoll.calls.call_site import line_of, user_frame
+from unicoll.calls.flight_recorder import CallKind, failure_text
 from unicoll.calls.ops import OPS, Op
 from unicoll.errors import DistError
 from unicoll.torch_plugin.compat import compile_not

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unicoll.backend import operation_errors
 from unicoll.backend.contract import Caps, Context
+from unicoll.backend.error_texts import Report
 from unicoll.backend.observed_backend import ObservedBackend, Operation
-from unicoll.backend.operation_errors import Report
 from unicoll.calls.call import Call
+from unicoll.calls.call_site import line_of_user
 from unicoll.calls.ops import OPS
 from unicoll.errors import (
     BackendUnavailableError,
@@ -198,7 +199,7 @@ class WatchedBackend(ObservedBackend):
             in_torch = (
                 top is not None and top.f_globals.get("__name__", "").partition(".")[0] == "torch"
             )
-            site = operation_errors.line_of_user(top) if in_torch else ""
+            site = line_of_user(top) if in_torch else ""
             # A frame keeps the arrays of its function alive.
             del top, frames
         if found is not None:

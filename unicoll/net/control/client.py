@@ -115,7 +115,7 @@ class ControlClient:
             failure the relay announces here.
         await_departure, find_lost_rank: methods of :class:`Departures`.
         group_failure, announce_failure: methods of :class:`GroupFailures`.
-        request_reports: the method of :class:`Reports`.
+        request_reports, collect_reports: methods of :class:`Reports`.
         send: the method of :class:`RelayConnection`.
     """
 
@@ -161,6 +161,7 @@ class ControlClient:
         self.announce_failure = self._failures.announce_failure
         self._reports = Reports(rank, self.departed, self._changed, self.send, self._relay_ended)
         self.request_reports = self._reports.request_reports
+        self.collect_reports = self._reports.collect_reports
         self._handlers: dict[str, Callable[[Message], None]] = {}
         self._ready = False
         # True once close() has begun. The end of the connection is then no death of the relay's

@@ -3,9 +3,13 @@ long."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable
+from types import NoneType
 from typing import Any
 
+from unicoll.errors import DistNetworkError
+from unicoll.net.wire.interfaces import check_loopback
 from unicoll.process.formatting import printable_values
 from unicoll.process.interrupts import Changes
 
@@ -14,6 +18,20 @@ Report = dict[str, Any]
 
 _REPLY_S = 1.0
 """Seconds to wait for reports of other ranks."""
+_UNKNOWN_S = 0.3
+"""How long the request to a rank that does not have the group is repeated: it may be creating the
+group."""
+_BEHIND_S = 1.0
+"""How long the request to a rank that is in an earlier call is repeated: it may be about to leave
+that call."""
+_KINDS: dict[str, Any] = {
+    "seq": int,
+    "call": (str, NoneType),
+    "last": (str, NoneType),
+    "where": str,
+    "links": str,
+}
+"""What a report has; ``{"unknown": True}`` is that of a rank without the group."""
 
 
 class Reports:
@@ -76,6 +94,29 @@ class Reports:
             self._received.pop(request, None)
         return reports
 
+    def collect_reports(
+        self, group: str, backend: str, ranks: set[int], reached: int = 0
+    ) -> dict[int, Report]:
+        """:meth:`request_reports`, of which those that are valid; requests to ranks that do not
+        have the group yet, or are before call ``reached``, are repeated."""
+        reports = _valid(self.request_reports(group, backend, ranks), ranks)
+        started = time.monotonic()
+        while True:
+            age = time.monotonic() - started
+            again = {
+                rank
+                for rank, answer in reports.items()
+                if (
+                    age < _UNKNOWN_S
+                    if answer.get("unknown")
+                    else answer["seq"] < reached and age < _BEHIND_S
+                )
+            }
+            if not again:
+                return reports
+            time.sleep(0.02)
+            reports |= _valid(self.request_reports(group, backend, again), again)
+
     def answer(self, message: Message) -> None:
         """Another rank requests this one's report."""
         source = self._sources.get((message["group"], message["backend"]))
@@ -92,3 +133,27 @@ class Reports:
             if reports is not None:
                 reports[message["from"]] = printable_values(message["report"])
                 self._changed.notify_all()
+
+
+def _valid(answers: dict[Any, Any], ranks: set[int]) -> dict[int, Report]:
+    """The answers that are valid reports of these ranks."""
+    return {
+        rank: answer
+        for rank, answer in answers.items()
+        if rank in ranks
+        and isinstance(answer, dict)
+        and (
+            answer.get("unknown")
+            or all(n in answer and isinstance(answer[n], kind) for n, kind in _KINDS.items())
+        )
+    }
+
+
+def why_no_reply() -> str:
+    """Why a rank may not reply to a request."""
+    try:
+        # This is the address of this host over which its processes connect.
+        check_loopback()
+    except DistNetworkError as error:
+        return str(error)
+    return "the process is stopped, a thread holds the GIL, or the network is down"
