@@ -1,4 +1,4 @@
-"""docs/architecture.md names every module of unicoll and of the backends; references in docstrings name what exists."""
+"""docs/internals.md names every module of unicoll and of the backends; references in pages and docstrings name what exists."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "xccl_comm")
 
 
 def test_every_module_is_named() -> None:
-    named = set(re.findall(r"\w+\.py\b", (ROOT / "docs" / "architecture.md").read_text()))
+    named = set(re.findall(r"\w+\.py\b", (ROOT / "docs" / "internals.md").read_text()))
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("[!_]*.py")]
     assert modules
     missing = [str(path.relative_to(ROOT)) for path in modules if path.name not in named]
-    assert not missing, "docs/architecture.md does not name these modules"
+    assert not missing, "docs/internals.md does not name these modules"
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "internals.md"])
+def test_named_modules_exist(page: str) -> None:
+    known = {path.name for package in (*PACKAGES, "tests") for path in (ROOT / package).rglob("*.py")}
+    named = set(re.findall(r"\w+\.py\b", (ROOT / "docs" / page).read_text()))
+    assert named
+    assert not named - known
 
 
 REFERENCE = re.compile(rf":(?:mod|class|func|meth|attr|data|exc):`~?((?:{'|'.join(PACKAGES)})(?:\.\w+)+)`")

@@ -141,7 +141,7 @@ def test_every_subpackage_has_a_layer() -> None:
     layered = [name for layer in LAYERS for name in layer]
     assert len(layered) == len(set(layered))
     missing = _subpackages() - set(layered) - {"__init__"}
-    assert not missing, f"add {missing} to LAYERS and to docs/architecture.md"
+    assert not missing, f"add {missing} to LAYERS and to docs/internals.md"
 
 
 def layer(module: str) -> str | None:

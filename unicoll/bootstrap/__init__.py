@@ -1,6 +1,7 @@
-"""From the environment of a launcher to a job that this process has joined, and out of it again.
+"""From the environment of a launcher to a job that this process has joined.
 
-A store, who may connect to it, and the control plane are in :mod:`unicoll.net`. Start with
-``join.py``; ``launchers.py`` reads the environment, ``rendezvous_protocol.py`` says how processes
-at one store agree on the members of a job.
+Three steps: ``resolve.py`` (who, where, which backends), ``rendezvous.py`` (a store and a key),
+``enter.py`` (control plane and default group), which has all three in ``join()``. A job is left by
+:meth:`unicoll.backend.contract.Job.leave`, at exit by ``process_end.py``. Stores, connections and
+the control plane are in :mod:`unicoll.net`.
 """
