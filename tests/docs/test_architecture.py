@@ -1,4 +1,4 @@
-"""docs/internals.md names every module of unicoll and of the backends; references in pages and docstrings name what exists."""
+"""docs/internals.md names every module; references in pages and docstrings name what exists."""
 
 from __future__ import annotations
 
