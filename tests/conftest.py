@@ -48,7 +48,9 @@ def _mount_own_shared_memory() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     _mount_own_shared_memory()
     ranks.sample_seed()  # the same in all processes of pytest-xdist, which start later
-    config.addinivalue_line("markers", "every(n): the short run executes every nth of its cases of this test")
+    config.addinivalue_line(
+        "markers", "every(n): the short run executes every nth case of this test, with 0 none"
+    )
 
 
 def pytest_report_header() -> str:

@@ -111,7 +111,7 @@ def _available() -> int:
     return 0
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 @pytest.mark.sampled("", "job", 1)
 @pytest.mark.parametrize("job", [huge_jobs.huge, huge_jobs.huge_gather])
 def test_more_than_two_to_the_31_bytes(job: object) -> None:

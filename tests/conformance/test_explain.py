@@ -101,7 +101,7 @@ def test_under_our_launcher() -> None:
     assert "loopback" in after["interface"]
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 @needs_torch
 def test_under_torchrun() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE), PROGRAM]

@@ -412,7 +412,7 @@ def test_the_suite_passes_the_backend_of_the_documentation(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
     installed(tmp_path, "counting:CountingBackend")
     with (tmp_path / "counting_backend-1.0.dist-info" / "entry_points.txt").open("a") as entries:

@@ -211,7 +211,7 @@ def is_run(block: Block) -> bool:
 
 
 RUN = [
-    pytest.param(block, marks=pytest.mark.slow if "slow" in block.options else ())
+    pytest.param(block, marks=pytest.mark.every(0) if "slow" in block.options else ())
     for page in PAGES
     for block in blocks(page)
     if is_run(block)

@@ -229,7 +229,7 @@ def test_a_range_of_ports_that_a_firewall_lets_through(hosts: Hosts, per_node: i
             assert {own_port, peer_port} & {*ports} or own == peer or min(own_port, peer_port) < EPHEMERAL[0]
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_store_listens_only_on_the_master_address(hosts: Hosts, tmp_path: Path) -> None:
     processes = launch(hosts, "lose_the_link", str(tmp_path), "10", env=SECRET)
     wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
@@ -349,7 +349,7 @@ def test_a_loopback_interface_that_goes_down_is_named(hosts: Hosts, tmp_path: Pa
         assert "sends no report (the loopback interface is down (ip link set lo up))" in report["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_a_link_lost_in_the_middle_is_named_by_both_ranks(hosts: Hosts, tmp_path: Path) -> None:
     """The error said only that all ranks had arrived, though one of two links was lost."""
     env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan0,lan1"}
@@ -397,7 +397,7 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_doctor_names_a_slow_pair_by_host_and_interface(hosts: Hosts) -> None:
     """One of the four pairs between hosts is slow; the faster pairs within hosts do not affect the result."""
     script = str(ROOT / "tests" / "tools" / "doctor_program.py")

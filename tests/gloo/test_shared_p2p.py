@@ -829,7 +829,7 @@ def _sends_to_a_stopped_rank() -> tuple[Failure | None, Failure | None, bool]:
     return failure_of(first.wait), second, in_time
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_a_peer_that_does_not_answer_delays_no_other_operation() -> None:
     """A receive from another rank, and a send to that peer with a shorter timeout, waited as long as the first send."""
     with joined(3) as job:

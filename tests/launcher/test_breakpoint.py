@@ -122,7 +122,7 @@ def test_under_the_launcher(rank: int, folder: LaunchFolder) -> None:
         (["plain.py"], 42, "sum 83"),
         *(
             pytest.param(
-                [*TORCHRUN, name, "1"], 42, "sum 83", marks=(pytest.mark.slow, pytest.mark.torch), id=name
+                [*TORCHRUN, name, "1"], 42, "sum 83", marks=(pytest.mark.every(0), pytest.mark.torch), id=name
             )
             for name in ("program.py", "by_torch.py")
         ),

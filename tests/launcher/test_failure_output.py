@@ -100,7 +100,7 @@ def test_a_wrong_shape_is_reported_once(folder: LaunchFolder) -> None:
     assert all(line.endswith(f"{folder.path}/work.py:6") for line in above[6:])
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 @pytest.mark.parametrize(
     ("how", "status", "cause"),
     [

@@ -186,7 +186,7 @@ def test_the_error_has_a_port_in_use(folder: LaunchFolder) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_twenty_concurrent_launches_do_not_conflict(folder: LaunchFolder) -> None:
     script = folder.script(
         """
@@ -1198,7 +1198,7 @@ def test_launch_script_from_elsewhere(folder: LaunchFolder) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[default{r}]:{expected}" for r in (0, 1)], done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 @pytest.mark.torch
 def test_a_torch_program_runs(folder: LaunchFolder) -> None:
     pytest.importorskip("torch.distributed")

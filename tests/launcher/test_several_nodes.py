@@ -412,7 +412,7 @@ def test_random_kills_of_workers_and_launchers(hosts: Hosts, folder: LaunchFolde
         assert listening.stdout == ""
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_a_host_that_is_cut_off_is_named_and_comes_back(hosts: Hosts, folder: LaunchFolder) -> None:
     job = HostJob(hosts, folder, "--max-restarts=5")
     number = job.await_generation(lambda found: found >= 0)
@@ -425,7 +425,7 @@ def test_a_host_that_is_cut_off_is_named_and_comes_back(hosts: Hosts, folder: La
     assert "has died, or its host is down" in ended[1][1], ended
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_a_launcher_says_at_once_that_another_one_does_not_answer(hosts: Hosts, folder: LaunchFolder) -> None:
     job = HostJob(hosts, folder)
     job.await_generation(lambda found: found >= 0)
@@ -440,7 +440,7 @@ def test_a_launcher_says_at_once_that_another_one_does_not_answer(hosts: Hosts, 
     assert {code for code, _ in ended.values()} == {1, 128 + signal.SIGKILL}, ended
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_a_job_over_a_slow_link(hosts: Hosts, folder: LaunchFolder) -> None:
     """The link is full for longer than a launcher waits for another's heartbeat, and no node is called dead."""
     for host in (1, 2):

@@ -161,7 +161,7 @@ def test_an_mpi_thread_that_fails_fails_its_group(level: str) -> None:
     check_thread_failure("unicoll-mpi", 4, mpi_fault_jobs.mpi_thread_fails, env=env)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.every(0))])
 def test_an_interrupted_rank(size: int) -> None:
     """The library itself cannot be interrupted: where ranks wait in its blocking collectives, they end the job."""
     # no group can follow an interrupted creation; symmetric memory is gloo's

@@ -54,7 +54,7 @@ def test_mpirun_needs_no_variables(backend: str, tmp_path: Path) -> None:
     assert any(line.startswith(f"cpu arrays: backend {used}") for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 @pytest.mark.sampled("", "example", 1)
 @pytest.mark.parametrize("example", ["torch_ddp.py", "torch_fsdp2.py"])
 def test_examples(example: str, tmp_path: Path) -> None:

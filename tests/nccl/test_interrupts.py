@@ -121,7 +121,7 @@ def test_the_rank_goes_on(start: str) -> None:
     run(start, OPERATIONS)
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 @pytest.mark.parametrize("start", list(STARTS))
 def test_the_rank_leaves_the_group(start: str) -> None:
     """An interrupted wait() does not fail the group: after those of messages the other rank waits until its timeout."""

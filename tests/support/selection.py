@@ -1,15 +1,13 @@
 """The tests of a run of this repository: of large tables a part (:mod:`unicoll.testing.sampling`).
 
-The short run (``UNICOLL_TEST_SHORT=1``) omits tests marked ``slow``. Of the cases of every other test with parameters
-it executes the same ones each time: enough that every two values of two parameters occur together, and with the mark
-``every(n)`` every nth of those, from another one on in each test or class.
+The short run (``UNICOLL_TEST_SHORT=1``) executes the same cases each time: of a test marked ``every(n)`` every nth
+case, from another one on in each test or class; of one marked ``every(0)`` none.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import combinations
 from typing import Any
 from zlib import crc32
 
@@ -37,33 +35,15 @@ def short_run(items: Sequence[Any]) -> list[Any]:
     """The tests of the short run, in their order."""
     tables: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") is None:
+        mark = item.get_closest_marker("every")
+        if mark is None or mark.args[0]:
             tables[item.nodeid.partition("[")[0]].append(item)
     kept: set[str] = set()
-    for name, table in tables.items():
-        cases = _pairwise(table)
-        mark = table[0].get_closest_marker("every")
+    for name, cases in tables.items():
+        mark = cases[0].get_closest_marker("every")
         step = min(mark.args[0], len(cases)) if mark else 1
         kept.update(item.nodeid for item in cases[crc32(name.encode()) % step :: step])
     return [item for item in items if item.nodeid in kept]
-
-
-def _pairwise(table: list[Any]) -> list[Any]:
-    """Cases of a test in which every two values of two parameters occur that occur together in a case."""
-    pairs = {item.nodeid: _pairs(item) for item in table}
-    missing = set().union(*pairs.values())
-    kept = []
-    while missing:
-        best = max(table, key=lambda item: len(pairs[item.nodeid] & missing))
-        missing -= pairs[best.nodeid]
-        kept.append(best)
-    return kept
-
-
-def _pairs(item: Any) -> set[Any]:
-    callspec = getattr(item, "callspec", None)
-    values = [*callspec.indices.items()] if callspec else [("", 0)]
-    return {*combinations(values, min(2, len(values)))}
 
 
 def is_drawn(item: Any, seed: int) -> bool:

@@ -632,7 +632,7 @@ def test_compression(tmp_path: Path) -> None:
     assert "compression int8" in data["contenders"]["gloo"]["transport"]
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 @pytest.mark.parametrize("name", ["sendrecv", "latency"])
 def test_point_to_point_under_our_launcher(name: str) -> None:
     command = f"-m unicoll.run -n 3 --no-prefix -m unicoll.bench {name} --sizes 64 {QUICK} --osu-full"
@@ -644,7 +644,7 @@ def test_point_to_point_under_our_launcher(name: str) -> None:
     assert 0 < least <= mean <= most
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 @pytest.mark.parametrize(
     ("peer", "version"), [pytest.param("torch-gloo", "torch", marks=pytest.mark.torch), ("mpi4py", "mpi")]
 )
@@ -769,7 +769,7 @@ def test_timing_on_a_device(how: str) -> None:
     assert len(rows(printed)) == 4, printed
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_operations_missing_in_bare_nccl_are_reported() -> None:
     printed = on_device("all_to_all")
     assert "all_to_all is not measured with bare NCCL" in printed

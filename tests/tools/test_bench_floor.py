@@ -126,7 +126,7 @@ SENT = {
 """Bytes that one call counts on a rank, by name in the counters: of its inputs, or of its outputs without inputs."""
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 @pytest.mark.parametrize("name", SENT)
 def test_the_calls_reported_are_those_that_the_counters_have(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"

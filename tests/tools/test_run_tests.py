@@ -75,7 +75,7 @@ def test_tests_that_cannot_be_collected_fail_the_run(tmp_path: Path) -> None:
     assert ended == 2, output
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_a_test_runs_again_with_the_same_seed(tmp_path: Path) -> None:
     ended, output = run(tmp_path, APPENDS_ITS_SEED)
     assert ended == 1, output

@@ -146,7 +146,7 @@ def test_an_exception_is_reported_to_the_other_ranks() -> None:
     assert "terminate called" not in errors
 
 
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_an_unavailable_backend_gives_the_reason() -> None:
     _, errors = launched(OURS, "unicoll-nccl", code=1)
     assert "BackendUnavailableError: backend 'nccl'" in errors

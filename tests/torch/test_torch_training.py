@@ -54,7 +54,7 @@ def test_it_works_as_on_one_process(run: Run, job: Callable[[], None]) -> None:
 
 
 @has_fsdp2
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_meshes_of_two_dimensions() -> None:
     with ProcessJob(4, join="env", quiet=False, modules=["torch"]) as job:
         for function in (torch_jobs.join, jobs.two_dimensions, torch_jobs.leave):
@@ -69,7 +69,7 @@ def test_ddp_names_unused_parameters(run: Run) -> None:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.slow
+@pytest.mark.every(0)
 def test_compiled_collectives(run: Run) -> None:
     run(jobs.compiled)
 

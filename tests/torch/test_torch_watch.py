@@ -308,8 +308,8 @@ def launch(launcher: str, size: int, folder: Path, program: str, **variables: st
     ("launcher", "size"),
     [
         ("torchrun", 2),
-        pytest.param("torchrun", 3, marks=pytest.mark.slow),
-        pytest.param("unirun", 3, marks=pytest.mark.slow),
+        pytest.param("torchrun", 3, marks=pytest.mark.every(0)),
+        pytest.param("unirun", 3, marks=pytest.mark.every(0)),
     ],
 )
 def test_a_call_that_gloo_aborts_for_is_explained(launcher: str, size: int, tmp_path: Path) -> None:

@@ -111,9 +111,7 @@ class State:
                 )
             array = own.get(wanted.path)
             if array is None or not _fits(of_known_library(array), wanted):
-                array = FAMILIES[wanted.family].empty(
-                    wanted.shape, BY_NAME[wanted.dtype], wanted.device
-                )
+                array = _new_array(wanted)
             group.recv(_plain(array), src)
             if _digest_of(array) != wanted.digest:
                 raise DistError(
@@ -205,6 +203,11 @@ def _fits(array: Any, wanted: _Description) -> bool:
     kind = kind_of(array)
     same = kind.dtype_name == wanted.dtype and tuple(array.shape) == wanted.shape
     return same and kind.family.is_contiguous(array) and not kind.family.is_read_only(array)
+
+
+def _new_array(wanted: _Description) -> Any:
+    """An array of the sender's library, in host memory or on the current device."""
+    return FAMILIES[wanted.family].empty(wanted.shape, BY_NAME[wanted.dtype], wanted.device)
 
 
 def _plain(array: Any) -> Any:
