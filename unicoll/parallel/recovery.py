@@ -96,7 +96,7 @@ def recover(
             place. Arrays of the same dtype and shape are overwritten, others are replaced: by
             tensors on the current device of the sender's type, by arrays of CuPy, and else by NumPy
             arrays. A bytearray, and what else has only the buffer protocol, is a plain value; a
-            memoryview is an array. Arrays of other libraries have to be contiguous.
+            memoryview is an array. Arrays of registered families have to be contiguous.
         step: number of steps that ``state`` has; None takes ``state["step"]``, or 0 without it.
         min_size: with fewer ranks than the launcher started, but at least this number, the group is
             made of those that have come when ``wait`` is over. Their ranks are consecutive, in the
