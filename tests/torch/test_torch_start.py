@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ c10d = pytest.importorskip("torch.distributed.distributed_c10d")
 PROGRAM = str(HERE / "torch_program.py")
 OURS = ["-m", "unicoll.run", "--no-prefix", "--nproc-per-node"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
-PYPROJECT = (ROOT / "pyproject.toml").read_text()
 LEFT = ["rank 0 of 2: left []", "rank 1 of 2: left []"]
 
 
@@ -208,21 +206,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A search path with this checkout and the entry points of its pyproject.toml, as if it were installed."""
-    folder = tmp_path_factory.mktemp("installed")
-    points = re.findall(r'^\[project\.entry-points\."(torch[^"]*)"\]\n((?:\S.*\n)*)', PYPROJECT, re.MULTILINE)
-    assert len(points) == 2
-    metadata = folder / "unicoll-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: unicoll\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(
-        "".join(f"[{group}]\n{lines}".replace('"', "") for group, lines in points)
-    )
-    return os.pathsep.join([str(ROOT), str(folder)])
-
-
 @pytest.mark.parametrize(
     ("launcher", "backend", "env"),
     [
@@ -241,10 +224,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_a_program_that_does_not_import_unicoll(
-    launcher: list[str], backend: str, env: dict[str, str], installed: str, tmp_path: Path
+    launcher: list[str], backend: str, env: dict[str, str], installed: Path, tmp_path: Path
 ) -> None:
     program = tmp_path / "stock.py"
     program.write_text(STOCK)
-    lines, _ = launched(launcher, backend, program=program, env={"PYTHONPATH": installed} | env)
+    lines, _ = launched(
+        launcher,
+        backend,
+        program=program,
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(installed)])} | env,
+    )
     kind = "ProcessGroup" if backend == "gloo" else "TorchProcessGroup"
     assert lines == [f"{rank} [2.0, 2.0, 2.0] {kind}" for rank in range(2)]

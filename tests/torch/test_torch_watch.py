@@ -28,6 +28,19 @@ PROGRAM = Path(__file__).parent / "watch_program.py"
 PRELOADED = ("torch.distributed._functional_collectives", "torch._dynamo", "unicoll.bootstrap.enter")
 
 
+SEARCH_PATH = [str(ROOT)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_finds_unicoll(installed: Path) -> Iterator[None]:
+    """UNICOLL_WATCH has an effect by an entry point of torch, also where unicoll is not installed."""
+    SEARCH_PATH.append(str(installed))
+    # The forked ranks have the path of this process.
+    sys.path.append(str(installed))
+    yield
+    sys.path.remove(SEARCH_PATH.pop())
+
+
 class Processes:
     """The ranks of a program, each with files for its output."""
 
@@ -43,7 +56,7 @@ class Processes:
                     "MASTER_PORT": str(port),
                     "RANK": str(rank),
                     "WORLD_SIZE": str(size),
-                    "PYTHONPATH": str(ROOT),
+                    "PYTHONPATH": os.pathsep.join(SEARCH_PATH),
                     "UNICOLL_STALL_WARNING": "1",
                     **variables,
                 }
@@ -295,7 +308,7 @@ def launch(launcher: str, size: int, folder: Path, program: str, **variables: st
     """All output of a job that fails."""
     path = folder / "program.py"
     path.write_text(program)
-    env = environment({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables})
+    env = environment({"PYTHONPATH": os.pathsep.join(SEARCH_PATH), "OMP_NUM_THREADS": "1", **variables})
     call = [sys.executable, "-m", *LAUNCHERS[launcher], str(size), str(path)]
     done = subprocess.run(
         call, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180
