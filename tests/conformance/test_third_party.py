@@ -254,7 +254,7 @@ def installed(folder: Path, value: str) -> Path:
     return folder
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("how", "value"),
     [
@@ -430,6 +430,7 @@ def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
     assert "UNICOLL_TEST_SEED=" in done.stdout
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("function", "args", "says"),
     [

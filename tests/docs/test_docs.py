@@ -262,7 +262,7 @@ def differences(expected: str, printed: str) -> list[str]:
     return found + [f"not expected: {line}" for line in left]
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
     for package in {"torch", "ray", "distributed"} & set(block.options):

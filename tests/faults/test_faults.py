@@ -56,7 +56,7 @@ def check_lost(outcomes: Sequence[Outcome], victim: int, pid: int, name: str, ki
         print(f"{name}: rank {o.rank} raised {1000 * (o.at - killed):.0f} ms after the kill")
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.sampled("name", "victim", 1)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -99,7 +99,7 @@ def survivors_of(job: ProcessJob, victim: int, name: str) -> list[int]:
     return survivors
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("transport", ["shm", "tcp", "hierarchical"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("name", ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
@@ -147,7 +147,7 @@ def test_rank_0_may_keep_the_gil_once_it_is_initialized(tmp_path: Path) -> None:
         job.results()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("join", ["tcp", "file"])
 @pytest.mark.parametrize("transport", ["shm", "tcp", "hierarchical"])
 def test_survivors_of_rank_0_shrink_the_group_repeatedly(transport: str, join: str) -> None:

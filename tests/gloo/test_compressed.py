@@ -119,7 +119,7 @@ def check_reductions(by_rank: list[list[tuple[str, int, float]]]) -> None:
     assert max(worst) > 0.3  # a result without errors would not test the bound
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("compression", ["bfloat16", "int8"])
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_groups_that_cannot_compress_refuse_the_option() -> None:
 # --- differences and faults -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     "env", [TCP, HOSTS, {"UNICOLL_TRANSPORT": "shm"}], ids=lambda env: env["UNICOLL_TRANSPORT"]
 )

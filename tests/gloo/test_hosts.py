@@ -104,7 +104,7 @@ def test_two_nodes_with_a_static_master(hosts: Hosts, master: str, network: str)
     assert "WARNING" not in "".join(job.stderr)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 @pytest.mark.parametrize(
     ("variable", "spec", "master", "expected"),
     [
@@ -128,7 +128,7 @@ def test_data_uses_the_selected_interface(
         assert f"{variable}={spec}" in report["explained"]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("down", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("how", ["interface", "cable"])
 def test_an_interface_that_is_down_on_one_host_is_not_used(
@@ -145,7 +145,7 @@ def test_an_interface_that_is_down_on_one_host_is_not_used(
         assert networks(report) == {"10.77.0"}
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(
     ("compression", "fraction", "error"),
     [("none", 1, 1e-6), ("bfloat16", 1 / 2, 1 / 256), ("int8", 65 / 256, 1 / 254)],
@@ -175,6 +175,7 @@ def test_a_host_sends_only_the_sum_of_its_ranks_over_all_interfaces(
         assert report["error"] <= 2 * error * ranks * (ranks + 1) / 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("env", "error", "words"),
     [

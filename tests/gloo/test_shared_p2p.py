@@ -229,6 +229,7 @@ def create_rings(group: Any = None) -> None:
     dist.barrier(group)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("env", [{}, {"UNICOLL_MEMORY_ORDER": "weak"}, {"UNICOLL_TRANSPORT": "tcp"}], ids=str)
 @on_ranks(2)
 def test_odd_sizes(env: dict[str, str], seed: int) -> None:
@@ -239,6 +240,7 @@ def test_odd_sizes(env: dict[str, str], seed: int) -> None:
     assert rings() == [NONE if "UNICOLL_TRANSPORT" in env else BOTH]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("count", [8, INLINE_LIMIT, 300_001, 5_000_000])
 @on_ranks(2, env={})
 def test_one_direction_uses_shared_memory(count: int) -> None:
@@ -413,6 +415,7 @@ def _refuse(*_: object) -> Any:
     raise OSError(24, "Too many open files")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("what", "rank", "logging", "words"),
     [
@@ -447,6 +450,7 @@ def test_the_socket_is_used_where_one_rank_cannot_share(
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(0)
 @on_ranks(2, env={})
 def test_memory_does_not_grow_with_the_messages_and_is_released() -> None:
     for i in range(2):
@@ -544,6 +548,7 @@ def _stops_sending(timeout: float) -> CallOutcome:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("job_of", [_stops_receiving, _stops_sending])
 def test_rank_killed_or_stopped_within_a_message_is_named(
@@ -690,6 +695,7 @@ def test_an_interrupted_send_fails_the_group() -> None:
         work.wait()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("env", [{}, {"UNICOLL_TRANSPORT": "tcp"}], ids=str)
 @pytest.mark.parametrize("posted", [False, True])
 @on_ranks(2)

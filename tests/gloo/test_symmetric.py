@@ -45,7 +45,7 @@ def world() -> Any:
     return dist.group.WORLD
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(15)
 @pytest.mark.sampled("name", "kind", 2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -65,7 +65,7 @@ def test_results_are_the_same_bytes_without_the_slots(
     assert taken == [[DIRECT[name]] if name in READING or not reads else []] * size
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("reads", [False, True])
 def test_all_ranks_use_the_slots_if_one_rank_has_other_arrays(reads: bool, name: str, pool: Pools) -> None:
@@ -323,6 +323,7 @@ def test_a_group_of_one_rank() -> None:
     assert array.tolist() == [[0, 0, 0], [7, 7, 7]]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "env", [{"UNICOLL_TRANSPORT": "tcp"}, {"UNICOLL_TRANSPORT": "hierarchical"}], ids=str
 )

@@ -208,6 +208,7 @@ raise ValueError("of all")
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("source", "status", "printed", "times"),
     [
@@ -330,6 +331,7 @@ def test_an_error_in_a_thread_is_folded(folder: LaunchFolder, setting: str) -> N
     assert "\nunicoll.errors.StoreTimeoutError: wait: " in text
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("statement", "printed"),
     [

@@ -129,6 +129,7 @@ JOBS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs(folder: LaunchFolder, name: str) -> None:
     job = JOBS[name]
@@ -451,6 +452,7 @@ def test_counters_in_no_directory(folder: LaunchFolder) -> None:
     assert "DistArgumentError: UNICOLL_METRICS_FILE: there is no directory none" in done.stderr
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -597,6 +599,7 @@ FAILURES: dict[str, tuple[list[str], str, int, str]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", FAILURES)
 def test_failures(folder: LaunchFolder, name: str) -> None:
     flags, source, status, expected = FAILURES[name]
@@ -867,7 +870,7 @@ time.sleep(600)
 )
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("flags", "worker", "number", "status"),
     [
@@ -1089,6 +1092,7 @@ for _ in range(128):
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_too_few_open_files_for_the_groups(folder: LaunchFolder, transport: str) -> None:
     """The error asked whether another program listened on the port."""

@@ -29,7 +29,7 @@ def pool(request: pytest.FixtureRequest, seed: int) -> Iterator[Callable[[int], 
         yield made
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("size", "job", "expected"),
     [
@@ -110,7 +110,7 @@ def _elements(give: int, take: int, much: int) -> int:
     return (0, 1, much, 3, much // 7)[(3 * give + 2 * take + 2) % 5]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("size", "much"), [(2, 30_000), (3, 30_000), (2, 3)])
 @on_ranks()
 def test_an_exchange_of_any_sizes_goes_in_pieces(size: int, much: int) -> None:

@@ -120,7 +120,7 @@ def check(cases: Iterator[Case]) -> None:
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("op", OPS)
 def test_over_sockets(op: str) -> None:
     check(case for n in RANKS for case in both(op, n))
@@ -141,7 +141,7 @@ def test_sums_of_half_types_are_twice_as_wide(op: str) -> None:
                 assert 0.5 * as_float32 < sent <= as_float32, half
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(0)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_compressed(compression: str) -> None:
     def cases(n: int) -> Iterator[Case]:

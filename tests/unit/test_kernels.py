@@ -142,6 +142,7 @@ def test_widening_is_exact(name: str, step: int, package: str) -> None:
     assert np.array_equal(wide[~nan].view(np.uint32), expected[~nan].view(np.uint32))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", HALVES)
 def test_narrowing_rounds_to_the_nearest_even(name: str, step: int, package: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.conformance.test_conformance_nccl import _Simulated
 from tests.simulated_nccl.oneccl import SimulatedOneCCL
 from tests.support.ranks import sample_seed
@@ -12,6 +14,7 @@ from unicoll.calls.reduce_ops import only_on_host
 from unicoll.testing.reference import reduction_of
 
 
+@pytest.mark.every(6)
 class TestSimulatedXPU(_Simulated):
     sample = 10
     sizes = barrier_sizes = (2, 4)
