@@ -19,6 +19,7 @@ from unicoll.calls.ops import OPS
 from unicoll.errors import DistError
 from unicoll.net.control.client import ControlClient
 from unicoll.net.control.relay import Relay
+from unicoll.net.control.reports import Reports
 from unicoll.net.stores import FileStore, TCPStore
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.connections import ConnectionPool
@@ -29,6 +30,7 @@ from unicoll.net.stores.tcp_server import StoreServer, _ClientState
 from unicoll.net.wire.authenticated_server import Client, Server
 from unicoll.net.wire.framed_server import frame, read_frame
 from unicoll.net.wire.secret import Secret
+from unicoll.process.interrupts import Changes
 
 from .harness import KEY, Found, Target, chunks, pair
 
@@ -364,14 +366,18 @@ class Frames(Target):
 
     def _read_reports(self, reports: dict[Any, Any]) -> None:
         """Reports of members are used in errors."""
+        requests = Reports(0, (), Changes(), lambda message: None, lambda: False)
         control = SimpleNamespace(
-            request_reports=lambda group, backend, ranks: reports,
+            collect_reports=requests.collect_reports,
             departed={},
             describe=lambda rank: f"rank {rank}",
         )
         context: Any = Context(SimpleNamespace(rank=0, control=control), "g", (0, 1, 2), 1.0)  # type: ignore[arg-type]
         call = Call(OPS["barrier"], (), (), 1.0)
-        with mock.patch.object(operation_errors, "_UNKNOWN_S", 0.0):
+        with (
+            mock.patch.object(requests, "request_reports", return_value=reports),
+            mock.patch("unicoll.net.control.reports._UNKNOWN_S", 0.0),
+        ):
             operation_errors.timeout_error(context, call)
             operation_errors.mismatch_error(context, call, 1, 5)
 

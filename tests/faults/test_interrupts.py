@@ -54,6 +54,7 @@ def run(
     assert left <= 8 + trials // 100
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("transport", ["", "tcp", pytest.param("hierarchical", marks=pytest.mark.every(0))])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.every(0))])
 def test_the_rank_goes_on(size: int, transport: str) -> None:

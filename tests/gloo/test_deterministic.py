@@ -66,7 +66,7 @@ def digests(
     return found
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_every_transport_gives_the_bits_of_the_reduction_in_rank_order(size: int) -> None:
     envs = [TCP, {"UNICOLL_TRANSPORT": "shm"}, {"UNICOLL_TRANSPORT": "hierarchical"}]

@@ -116,6 +116,7 @@ def run(start: str, names: list[str], goes_on: bool = True, warm: bool = True) -
     assert start == "oneccl" or not left  # it cannot end a communicator that has failed
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("start", list(STARTS))
 def test_the_rank_goes_on(start: str) -> None:
     run(start, OPERATIONS)
@@ -128,6 +129,7 @@ def test_the_rank_leaves_the_group(start: str) -> None:
     run(start, [name for name in OPERATIONS if not name.startswith(("i", "batch"))], goes_on=False)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("start", list(STARTS))
 def test_the_first_call_of_a_group(start: str) -> None:
     """It connects the ranks."""

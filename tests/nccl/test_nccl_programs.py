@@ -352,6 +352,7 @@ def run_without(safeguard: str, seeds: list[int]) -> list[str]:
         return run(seeds)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("safeguard", MUTATIONS)
 def test_random_programs_find_that_a_safeguard_is_missing(safeguard: str) -> None:
     with joined(2, SimulatedJob, policy="newest", quiet=False) as job:

@@ -58,6 +58,7 @@ def test_a_wait(how: str) -> None:
         job.results()
 
 
+@pytest.mark.every(0)
 @pytest.mark.parametrize("transport", ["", pytest.param("tcp", marks=pytest.mark.every(0))])
 def test_an_alarm_in_a_step_of_data_parallel_training(transport: str) -> None:
     """Gradients are the mean of the ranks', or the step raises; the interrupted rank goes on, or leaves."""
