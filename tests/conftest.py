@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _mount_own_shared_memory()
     ranks.sample_seed()  # the same in all processes of pytest-xdist, which start later
     config.addinivalue_line(
-        "markers", "every(n): the short run executes every nth case of this test, with 0 none"
+        "markers", "every(n=...): the short run executes every nth case of this test, with n=0 none"
     )
 
 

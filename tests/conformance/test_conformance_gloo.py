@@ -25,7 +25,7 @@ class _Gloo(Suite):
     backend = "gloo"
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 class TestSockets(_Gloo):
     env = {"UNICOLL_TRANSPORT": "tcp"}
 
@@ -55,13 +55,13 @@ class _Shared(_Gloo):
         return (2 * SLOT // itemsize + 11) | 1
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 class TestSharedMemory(_Shared):
     turn = 1
     env = {"UNICOLL_TRANSPORT": "shm"}
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 class TestSemaphores(_Shared):
     """Shared memory as on processors that do not keep stores in order."""
 
@@ -70,7 +70,7 @@ class TestSemaphores(_Shared):
     env = {"UNICOLL_TRANSPORT": "shm", "UNICOLL_MEMORY_ORDER": "weak"}
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 class TestHierarchy(_Gloo):
     """Every two ranks count as a host: from three ranks on, hosts of two ranks and of one."""
 
@@ -111,7 +111,7 @@ def _available() -> int:
     return 0
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.sampled("", "job", 1)
 @pytest.mark.parametrize("job", [huge_jobs.huge, huge_jobs.huge_gather])
 def test_more_than_two_to_the_31_bytes(job: object) -> None:

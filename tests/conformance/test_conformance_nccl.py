@@ -63,14 +63,14 @@ class _Simulated(Suite):
     test_torch_tensors = None  # type: ignore[assignment]  # CPU tensors are another backend's
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(n=12)
 class TestOldestFirst(_Simulated):
     """The caller's stream always runs ahead of the group's."""
 
     settings = {"policy": "oldest"}
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(n=12)
 class TestNewestFirst(_Simulated):
     """The group's stream always runs ahead of the caller's; and an NCCL that lacks what came after 2.18."""
 
@@ -79,7 +79,7 @@ class TestNewestFirst(_Simulated):
     settings = {"policy": "newest"}
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(n=12)
 class TestAnyOrder(_Simulated):
     """The caller's stream is not the legacy one, and NCCL launches at once."""
 
@@ -87,7 +87,7 @@ class TestAnyOrder(_Simulated):
     settings = {"policy": "random", "seed": sample_seed(), "prompt": True, "own_stream": True}
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(n=12)
 class TestWithOptions(_Simulated):
     """Every call has options of its own, which all ranks have to give alike; with the newest NCCL."""
 
@@ -97,7 +97,7 @@ class TestWithOptions(_Simulated):
     settings = {"using": (("max_ctas", 4), ("algorithm", "ring"), ("force_algorithm", False))}
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(n=12)
 class TestOnAMD(_Simulated):
     """RCCL, which does not reduce float8, with HIP's devices."""
 

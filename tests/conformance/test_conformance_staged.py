@@ -9,7 +9,7 @@ from tests.simulated_nccl.ranks import Settings
 from tests.support.ranks import ProcessJob, sample_seed
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(n=12)
 class TestGloo(staged.Staged):
     """Named alone, the current stream not the legacy one."""
 

@@ -101,7 +101,7 @@ def test_under_our_launcher() -> None:
     assert "loopback" in after["interface"]
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @needs_torch
 def test_under_torchrun() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE), PROGRAM]
@@ -153,7 +153,7 @@ FAKES = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("name", FAKES)
 def test_under_mpi_launchers_and_slurm(name: str) -> None:
     variables, source = FAKES[name]

@@ -56,27 +56,27 @@ class _Fallbacks(Suite):
         return [0, 1, size - 1, size + 1, 1000, switch, switch + 1]
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(n=8)
 class TestMessages(_Fallbacks):
     backend = "messages"
     turn = 1
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(n=8)
 class TestGathers(_Fallbacks):
     backend = "gathers"
     turn = 2
     sizes = (1, 2, 3)
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(n=8)
 class TestLists(_Fallbacks):
     backend = "lists"
     turn = 4
     sizes = (2, 3)
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(n=8)
 class TestBroadcasts(_Fallbacks):
     backend = "broadcasts"
     turn = 3
@@ -92,7 +92,7 @@ def test_which_operations_a_backend_has() -> None:
     assert available(Caps(devices=frozenset({"cuda"}))) == messages
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("name", ["all_reduce", "barrier", "gather", "all_to_all"])
 def test_a_killed_rank_is_named(name: str) -> None:
     with joined(3, partial(job, "messages")) as ranks:
@@ -113,7 +113,7 @@ def late() -> CallOutcome:
     return outcome
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 def test_a_deadline_names_the_ranks_that_are_missing(pool: Callable[[int], Pool]) -> None:
     first, second, third = (failure for failure, _ in pool(3).run(late))
     for failure in (first, third):
@@ -141,6 +141,6 @@ def in_turns() -> list[float]:
     return [x[0] for x in (*arrays[:4], *everything)]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 def test_native_calls_and_fallbacks_keep_their_order(pool: Callable[[int], Pool]) -> None:
     assert pool(3).run(in_turns) == [[6.0, 6.0, 1.0, 6.0, 1.0, 2.0, 3.0]] * 3

@@ -246,7 +246,7 @@ def test_an_end_without_a_job_is_refused() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("join", ["file", "tcp", "env"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_leaving_and_joining_five_times(join: str, size: int, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def _annotated() -> list[list[str]]:
     return [profiled(profiler), profiled(profiler, dist.annotate), profiled(dist.annotate, profiler)]
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_calls_are_ranges_in_torchs_profiler() -> None:
     with joined(2, quiet=False) as job:  # torch's profiler writes to standard error

@@ -24,7 +24,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pools]:
         yield made
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize(
     ("size", "job", "arguments"), jobs.ROWS, ids=lambda value: getattr(value, "__name__", None)
 )

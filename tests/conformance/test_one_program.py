@@ -8,7 +8,7 @@ from tests.support import one_program
 from tests.support.programs import python
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_the_backends_name_is_the_one_word_that_changes(backend: str, size: int) -> None:

@@ -26,7 +26,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pools]:
         yield made
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_type(size: int, pool: Pools) -> None:
     pool(size).run(jobs.every_type)
@@ -47,7 +47,7 @@ def test_receives_may_be_there_first(count: int, pool: Pools) -> None:
     pool(2).run(jobs.posted_before_sent, count)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 def test_the_first_sends_to_a_rank_keep_their_order(pool: Pools) -> None:
     assert pool(2).run(jobs.first_sends_keep_their_order, 20)[1] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 20
 
@@ -139,7 +139,7 @@ def test_a_callback_that_fails_is_logged_and_the_group_goes_on() -> None:
         assert logged() == [2, 2]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 def test_a_receive_that_timed_out_takes_nothing(pool: Pools) -> None:
     failures = pool(2).run(jobs.timed_out_receives)[1]
     assert len(failures) == 3
@@ -153,7 +153,7 @@ def test_a_receive_that_timed_out_takes_nothing(pool: Pools) -> None:
     assert posted == from_one
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("count", [3, 100_000])
 def test_an_interrupted_receive_takes_nothing(count: int, pool: Pools) -> None:
     pool(2).run(jobs.interrupted_receives, count)

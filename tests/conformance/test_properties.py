@@ -66,7 +66,7 @@ def _programs(size: int) -> st.SearchStrategy[Program]:
     return program()
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs(size: int, pool: Pools) -> None:
     @seed(sample_seed() + size)

@@ -99,7 +99,7 @@ _BACKENDS: dict[str, tuple[Callable[[str, str, list[Array]], Array], Arithmetic]
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_what_a_backend_computes_is_right(backend: str, ranks: int) -> None:

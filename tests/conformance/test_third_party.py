@@ -254,7 +254,7 @@ def installed(folder: Path, value: str) -> Path:
     return folder
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize(
     ("how", "value"),
     [
@@ -357,7 +357,7 @@ def pipes_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proce
         yield job
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("connected", [True, False])
 def test_messages_to_and_from_a_stopped_rank_end_at_their_deadline(
     pipes_job: ProcessJob, connected: bool
@@ -412,7 +412,7 @@ def test_the_suite_passes_the_backend_of_the_documentation(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
     installed(tmp_path, "counting:CountingBackend")
     with (tmp_path / "counting_backend-1.0.dist-info" / "entry_points.txt").open("a") as entries:
@@ -430,7 +430,7 @@ def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
     assert "UNICOLL_TEST_SEED=" in done.stdout
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize(
     ("function", "args", "says"),
     [

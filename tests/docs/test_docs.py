@@ -211,7 +211,7 @@ def is_run(block: Block) -> bool:
 
 
 RUN = [
-    pytest.param(block, marks=pytest.mark.every(0) if "slow" in block.options else ())
+    pytest.param(block, marks=pytest.mark.every(n=0) if "slow" in block.options else ())
     for page in PAGES
     for block in blocks(page)
     if is_run(block)
@@ -262,7 +262,7 @@ def differences(expected: str, printed: str) -> list[str]:
     return found + [f"not expected: {line}" for line in left]
 
 
-@pytest.mark.every(16)
+@pytest.mark.every(n=16)
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
     for package in {"torch", "ray", "distributed"} & set(block.options):

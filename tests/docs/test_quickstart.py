@@ -117,7 +117,7 @@ def test_one_process_learns_the_digits(example: ModuleType) -> None:
     assert example.count_correct(network, test) > 0.97 * len(test)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("processes", [1, 3, 4])
 def test_processes_train_together(processes: int) -> None:
     done = launch(processes, str(EXAMPLE), "--epochs", "3", "--seed", "5")
@@ -129,7 +129,7 @@ def test_processes_train_together(processes: int) -> None:
     assert "VERDICT: identical and correct" in done.stdout
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("wrong", ["weights", "sums"])
 def test_the_check_detects_errors(wrong: str, tmp_path: Path) -> None:
     script = tmp_path / "wrong_results.py"

@@ -69,7 +69,7 @@ def test_every_script_is_run() -> None:
     assert {script.stem for script in SCRIPTS.glob("*.py")} == {*LINES, "processes"}
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.sampled("", "name", 2)
 @pytest.mark.parametrize("name", LINES)
 def test_all_print_the_same(name: str, tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_a_wait_with_a_shorter_timeout_is_not_a_deadlock() -> None:
     assert x.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize(("transport", "channel"), TRANSPORTS)
 def test_circles_over_other_transports(transport: str, channel: str, seed: int) -> None:
     with joined(3, env={"UNICOLL_TRANSPORT": transport, "UNICOLL_CHANNEL": channel}) as job:

@@ -76,7 +76,7 @@ def run(*commands: list[str], path: str = "") -> list[tuple[int, str, str]]:
     return [(process.returncode, *texts) for process, texts in zip(started, written, strict=True)]
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("how", ["ends", "raises"])
 def test_a_program_may_end_without_destroying_its_groups(
@@ -108,7 +108,7 @@ def test_a_program_may_end_without_destroying_its_groups(
         assert first[1].rstrip().endswith("ended with ValueError: enough")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_program_whose_last_operation_fails_unheard_ends_with_an_exit_code(
     backend: str, interpreter: str, tmp_path: Path

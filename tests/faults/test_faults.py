@@ -56,7 +56,7 @@ def check_lost(outcomes: Sequence[Outcome], victim: int, pid: int, name: str, ki
         print(f"{name}: rank {o.rank} raised {1000 * (o.at - killed):.0f} ms after the kill")
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(n=8)
 @pytest.mark.sampled("name", "victim", 1)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -72,7 +72,7 @@ def test_a_killed_rank_is_named_by_all_others(name: str, victim: int) -> None:
         leave_cleanly(job, survivors)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("count", [5, 300_000])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_named_by_those_it_exchanges_messages_with(victim: int, count: int) -> None:
@@ -99,7 +99,7 @@ def survivors_of(job: ProcessJob, victim: int, name: str) -> list[int]:
     return survivors
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(n=8)
 @pytest.mark.parametrize("transport", ["shm", "tcp", "hierarchical"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("name", ["barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
@@ -147,7 +147,7 @@ def test_rank_0_may_keep_the_gil_once_it_is_initialized(tmp_path: Path) -> None:
         job.results()
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("join", ["tcp", "file"])
 @pytest.mark.parametrize("transport", ["shm", "tcp", "hierarchical"])
 def test_survivors_of_rank_0_shrink_the_group_repeatedly(transport: str, join: str) -> None:
@@ -219,7 +219,7 @@ def check_timeouts(outcomes: Sequence[Outcome], timeout: float, words: Sequence[
         assert outcomes[0].value[name][1] >= timeout - 0.2, f"{name} gave up early"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("connected", [True, False])
 def test_a_stopped_rank_is_named_when_time_is_up(connected: bool) -> None:
     with joined(3) as job:
@@ -264,7 +264,7 @@ OWN_TIMEOUTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("name", OWN_TIMEOUTS)
 @on_ranks(2)
 def test_a_call_has_its_own_timeout(name: str) -> None:
@@ -302,7 +302,7 @@ def test_a_wait_that_times_out_does_not_end_the_operation() -> None:
 # --- ends ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     ("how", "code", "word"),
@@ -334,7 +334,7 @@ def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(
         assert job.wait_for_exit(20, others) == [0, 0]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_interpreters_end_without_destroy(size: int) -> None:
     with joined(size, fresh=True) as job:

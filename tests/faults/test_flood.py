@@ -11,7 +11,7 @@ import pytest
 from tests.support.ranks import ROOT, environment
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_job_continues_in_a_flood() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "flood.py"), "--short"]
     done = subprocess.run(

@@ -51,7 +51,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Any]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("target", fuzz.TARGETS, indirect=True)
 def test_malformed_input(target: Any) -> None:
     taken = [fuzz.check(target, data) for data in target.valid]

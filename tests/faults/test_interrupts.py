@@ -54,21 +54,21 @@ def run(
     assert left <= 8 + trials // 100
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("transport", ["", "tcp", pytest.param("hierarchical", marks=pytest.mark.every(0))])
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.every(0))])
+@pytest.mark.every(n=2)
+@pytest.mark.parametrize("transport", ["", "tcp", pytest.param("hierarchical", marks=pytest.mark.every(n=0))])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.every(n=0))])
 def test_the_rank_goes_on(size: int, transport: str) -> None:
     run(size, transport, jobs.ON_HOSTS)
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("transport", ["", "tcp"])
 def test_the_rank_leaves_the_group(transport: str) -> None:
     """Not from functions that make groups: a group that has failed can be cut, so the others wait for its parts."""
     run(2, transport, [name for name in jobs.ON_HOSTS if name not in jobs.CREATIONS], goes_on=False)
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("transport", ["", "tcp", "hierarchical"])
 def test_the_first_call_of_a_group(transport: str) -> None:
     """It selects the transport, and connects, which has some 27,000 points."""

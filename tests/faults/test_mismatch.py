@@ -83,7 +83,7 @@ def differ(cases: list[Case], at_once: bool) -> list[Failure | None]:
     return failures
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 @pytest.mark.sampled("name", "at_once", 1)
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("name", [*COLLECTIVES, *COALESCED])
@@ -161,7 +161,7 @@ def test_a_rank_that_is_about_to_leave_the_call_before_is_awaited() -> None:
     assert calls == [f"rank {rank}: all_reduce(float64[{4 + (rank == 1)}], SUM) #2" for rank in range(3)]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("count", [4, 100_000])
 @pytest.mark.parametrize("name", ROOTED)
@@ -170,7 +170,7 @@ def test_every_rank_has_another_root(name: str, count: int, size: int) -> None:
     mismatch(partial(invoke, name, root=(dist.get_rank() + 1) % size, count=count))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("first", COLLECTIVES)
 @on_ranks(3)
 def test_two_calls_in_another_order(first: str) -> None:
@@ -219,7 +219,7 @@ def test_the_error_has_the_lines_of_calls_in_threads() -> None:
     ]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("counts", [[4, 4, 4], [2, 0, 5], [70_000, 9, 300_000], [300_000, 300_000, 300_000]])
 @pytest.mark.parametrize("odd", [1, 2])
 @pytest.mark.parametrize("name", ["gather", "scatter"])

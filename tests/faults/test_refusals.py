@@ -36,7 +36,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("name", ["gather", "scatter"])
 def test_all_ranks_raise_and_the_group_goes_on(

@@ -91,7 +91,7 @@ def can_differ(case: str) -> bool:
     return case.split()[0] in COLLECTIVES and case != "barrier size"
 
 
-@pytest.mark.every(16)
+@pytest.mark.every(n=16)
 @pytest.mark.sampled("key", "case", 1)
 @pytest.mark.parametrize(("key", "case"), cases(*SIGNALS))
 def test_a_rank_killed_or_stopped_in_the_middle_is_named(key: str, case: str, seed: int) -> None:
@@ -122,7 +122,7 @@ def test_a_rank_killed_or_stopped_in_the_middle_is_named(key: str, case: str, se
         leave_cleanly(job, others)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.sampled("key", "case", 1)
 @pytest.mark.parametrize(
     ("key", "case"), [case for case in cases("operation", "size") if can_differ(case[1])]

@@ -84,7 +84,7 @@ def networks(report: dict[str, Any]) -> set[str]:
     return found
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize(
     ("master", "network"),
     [
@@ -104,7 +104,7 @@ def test_two_nodes_with_a_static_master(hosts: Hosts, master: str, network: str)
     assert "WARNING" not in "".join(job.stderr)
 
 
-@pytest.mark.every(10)
+@pytest.mark.every(n=10)
 @pytest.mark.parametrize(
     ("variable", "spec", "master", "expected"),
     [
@@ -128,7 +128,7 @@ def test_data_uses_the_selected_interface(
         assert f"{variable}={spec}" in report["explained"]
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 @pytest.mark.parametrize("down", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("how", ["interface", "cable"])
 def test_an_interface_that_is_down_on_one_host_is_not_used(
@@ -145,7 +145,7 @@ def test_an_interface_that_is_down_on_one_host_is_not_used(
         assert networks(report) == {"10.77.0"}
 
 
-@pytest.mark.every(12)
+@pytest.mark.every(n=12)
 @pytest.mark.parametrize(
     ("compression", "fraction", "error"),
     [("none", 1, 1e-6), ("bfloat16", 1 / 2, 1 / 256), ("int8", 65 / 256, 1 / 254)],
@@ -175,7 +175,7 @@ def test_a_host_sends_only_the_sum_of_its_ranks_over_all_interfaces(
         assert report["error"] <= 2 * error * ranks * (ranks + 1) / 2
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("env", "error", "words"),
     [
@@ -217,7 +217,7 @@ def test_a_firewall_is_named_by_both_ranks(hosts: Hosts, tmp_path: Path) -> None
     assert re.search(rf"rank 1 \(host host2, pid \d+\) could not join: .*{words}", first["message"])
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_a_range_of_ports_that_a_firewall_lets_through(hosts: Hosts, per_node: int) -> None:
     hosts.filter(*EPHEMERAL)
@@ -230,7 +230,7 @@ def test_a_range_of_ports_that_a_firewall_lets_through(hosts: Hosts, per_node: i
             assert {own_port, peer_port} & {*ports} or own == peer or min(own_port, peer_port) < EPHEMERAL[0]
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_store_listens_only_on_the_master_address(hosts: Hosts, tmp_path: Path) -> None:
     processes = launch(hosts, "lose_the_link", str(tmp_path), "10", env=SECRET)
     wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
@@ -278,7 +278,7 @@ print(sorted(mark.decode() for mark in found), flush=True)
 """
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("channel", ["plain", "mac", "tls"])
 def test_only_tls_hides_data_on_the_network(hosts: Hosts, channel: str) -> None:
     """Arrays, messages and store values are readable on the network, except with TLS."""
@@ -296,7 +296,7 @@ def test_only_tls_hides_data_on_the_network(hosts: Hosts, channel: str) -> None:
     assert out.strip() == str([] if channel == "tls" else sorted(marks)), err
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
@@ -324,7 +324,7 @@ def test_hosts_with_different_settings_raise_authentication_error(
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("count", [10, 4_000_000])
 def test_lost_network_link_names_the_missing_rank(hosts: Hosts, tmp_path: Path, count: int) -> None:
     processes = launch(hosts, "lose_the_link", str(tmp_path), str(count), env=SECRET)
@@ -350,7 +350,7 @@ def test_a_loopback_interface_that_goes_down_is_named(hosts: Hosts, tmp_path: Pa
         assert "sends no report (the loopback interface is down (ip link set lo up))" in report["message"]
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_link_lost_in_the_middle_is_named_by_both_ranks(hosts: Hosts, tmp_path: Path) -> None:
     """The error said only that all ranks had arrived, though one of two links was lost."""
     env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan0,lan1"}
@@ -367,7 +367,7 @@ def test_a_link_lost_in_the_middle_is_named_by_both_ranks(hosts: Hosts, tmp_path
         assert "lan0" not in report["message"]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("operation", ["all_reduce", "send"])
 def test_an_address_that_does_not_answer_is_named(hosts: Hosts, tmp_path: Path, operation: str) -> None:
     """Both interfaces have a link, but nothing passes between them."""
@@ -398,7 +398,7 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_doctor_names_a_slow_pair_by_host_and_interface(hosts: Hosts) -> None:
     """One of the four pairs between hosts is slow; the faster pairs within hosts do not affect the result."""
     script = str(ROOT / "tests" / "tools" / "doctor_program.py")

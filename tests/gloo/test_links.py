@@ -72,7 +72,7 @@ def slow_peer(sock: socket.socket, move: Callable[[], Any]) -> Iterator[None]:
         thread.join(30)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("operation", ["send", "receive", "duplex"])
 def test_a_transfer_that_trickles_ends_at_its_deadline(operation: str, lanes: int) -> None:
@@ -371,7 +371,7 @@ def too_late(endpoint: Any, seq: int | None = None) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("kind", ["c", "m"])
 def test_an_address_that_does_not_answer_is_in_the_error_or_report(kind: str) -> None:
     """A listener whose queue is full: the kernel ignores further attempts."""

@@ -83,7 +83,7 @@ def _full(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("what", "odd"), [("tcp", 0), ("tcp", 1), ("cannot map", 2), ("no memory", 0), ("another host", 1)]
 )
@@ -158,7 +158,7 @@ def test_small_calls_of_few_kinds_many_times(size: int, seed: int) -> None:
     assert [verdict for verdict in run_cases(cases) if verdict is None or verdict[0]] == []
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("env", [{"UNICOLL_TRANSPORT": name} for name in LOGGED], ids=str)
 @on_ranks(3)
 def test_an_all_to_all_in_place(env: dict[str, str]) -> None:
@@ -194,7 +194,7 @@ ORDERS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @ORDERS
 @on_ranks(3)
 def test_a_long_wait_sleeps_and_is_woken(env: dict[str, str]) -> None:

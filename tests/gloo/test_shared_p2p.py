@@ -229,7 +229,7 @@ def create_rings(group: Any = None) -> None:
     dist.barrier(group)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("env", [{}, {"UNICOLL_MEMORY_ORDER": "weak"}, {"UNICOLL_TRANSPORT": "tcp"}], ids=str)
 @on_ranks(2)
 def test_odd_sizes(env: dict[str, str], seed: int) -> None:
@@ -240,7 +240,7 @@ def test_odd_sizes(env: dict[str, str], seed: int) -> None:
     assert rings() == [NONE if "UNICOLL_TRANSPORT" in env else BOTH]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("count", [8, INLINE_LIMIT, 300_001, 5_000_000])
 @on_ranks(2, env={})
 def test_one_direction_uses_shared_memory(count: int) -> None:
@@ -415,7 +415,7 @@ def _refuse(*_: object) -> Any:
     raise OSError(24, "Too many open files")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("what", "rank", "logging", "words"),
     [
@@ -450,7 +450,7 @@ def test_the_socket_is_used_where_one_rank_cannot_share(
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @on_ranks(2, env={})
 def test_memory_does_not_grow_with_the_messages_and_is_released() -> None:
     for i in range(2):
@@ -548,7 +548,7 @@ def _stops_sending(timeout: float) -> CallOutcome:
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("job_of", [_stops_receiving, _stops_sending])
 def test_rank_killed_or_stopped_within_a_message_is_named(
@@ -654,7 +654,7 @@ def _messages_before_leaving(count: int, has_ring: bool) -> None:
         work.wait()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(("count", "has_ring"), [(10, True), (300, True), (300, False)])
 def test_last_messages_of_a_leaving_rank_arrive(count: int, has_ring: bool) -> None:
     """Without a ring the kernel dropped them, because the rank had not read all notices of the other ring."""
@@ -695,7 +695,7 @@ def test_an_interrupted_send_fails_the_group() -> None:
         work.wait()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("env", [{}, {"UNICOLL_TRANSPORT": "tcp"}], ids=str)
 @pytest.mark.parametrize("posted", [False, True])
 @on_ranks(2)
@@ -835,7 +835,7 @@ def _sends_to_a_stopped_rank() -> tuple[Failure | None, Failure | None, bool]:
     return failure_of(first.wait), second, in_time
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_peer_that_does_not_answer_delays_no_other_operation() -> None:
     """A receive from another rank, and a send to that peer with a shorter timeout, waited as long as the first send."""
     with joined(3) as job:

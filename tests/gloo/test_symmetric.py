@@ -45,7 +45,7 @@ def world() -> Any:
     return dist.group.WORLD
 
 
-@pytest.mark.every(15)
+@pytest.mark.every(n=15)
 @pytest.mark.sampled("name", "kind", 2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -65,7 +65,7 @@ def test_results_are_the_same_bytes_without_the_slots(
     assert taken == [[DIRECT[name]] if name in READING or not reads else []] * size
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("reads", [False, True])
 def test_all_ranks_use_the_slots_if_one_rank_has_other_arrays(reads: bool, name: str, pool: Pools) -> None:
@@ -82,7 +82,7 @@ def test_small_arrays_take_the_slots(name: str, count: int, pool: Pools) -> None
     assert pool(3).run(equal_results, name, count, "int32", "SUM", 1, False, None) == [[]] * 3
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("name", "reads"),
     [
@@ -323,7 +323,7 @@ def test_a_group_of_one_rank() -> None:
     assert array.tolist() == [[0, 0, 0], [7, 7, 7]]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     "env", [{"UNICOLL_TRANSPORT": "tcp"}, {"UNICOLL_TRANSPORT": "hierarchical"}], ids=str
 )
@@ -347,7 +347,7 @@ def test_other_transports(env: dict[str, str]) -> None:
             group.peer_view(array, (rank + 1) % 3)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_ranks(5, env={"UNICOLL_TRANSPORT": "hierarchical"})
 def test_ranks_of_each_host_read_arrays_in_place(dtype: str) -> None:

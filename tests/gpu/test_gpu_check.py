@@ -216,7 +216,7 @@ def test_the_verdict(stages: dict[str, Any], expected: str) -> None:
 # --- mutations ------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("mutation", "program", "policy"),
     [
@@ -240,7 +240,7 @@ def test_a_program_fails_without_the_safeguard_that_it_is_about(
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.torch
 def test_a_transformer_on_two_ranks_ends_where_it_does_on_one() -> None:
     pytest.importorskip("torch")

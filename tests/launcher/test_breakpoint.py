@@ -98,7 +98,7 @@ def programs(folder: LaunchFolder) -> None:
     folder.script(PLAIN, "plain.py")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_the_launcher(rank: int, folder: LaunchFolder) -> None:
     """Pauses of more than the group's timeout do no harm."""
@@ -122,7 +122,11 @@ def test_under_the_launcher(rank: int, folder: LaunchFolder) -> None:
         (["plain.py"], 42, "sum 83"),
         *(
             pytest.param(
-                [*TORCHRUN, name, "1"], 42, "sum 83", marks=(pytest.mark.every(0), pytest.mark.torch), id=name
+                [*TORCHRUN, name, "1"],
+                42,
+                "sum 83",
+                marks=(pytest.mark.every(n=0), pytest.mark.torch),
+                id=name,
             )
             for name in ("program.py", "by_torch.py")
         ),

@@ -68,7 +68,7 @@ def test_a_traceback_of_all_ranks_is_printed_once(folder: LaunchFolder) -> None:
     assert re.fullmatch(r"  ranks .* \(exitcode 1, pids \d+, \d+, \d+\): the same as rank \d below", others)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("program", [MISSPELT, "import unicoll\nunicoll.barrier()"])
 def test_detail_shows_all_frames(folder: LaunchFolder, program: str) -> None:
     assert FOLDED in parts(folder.launch("-n", "2", folder.script(program)).stderr)[0]
@@ -100,7 +100,7 @@ def test_a_wrong_shape_is_reported_once(folder: LaunchFolder) -> None:
     assert all(line.endswith(f"{folder.path}/work.py:6") for line in above[6:])
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize(
     ("how", "status", "cause"),
     [
@@ -208,7 +208,7 @@ raise ValueError("of all")
 """
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("source", "status", "printed", "times"),
     [
@@ -293,7 +293,7 @@ def test_an_interrupt_is_printed_once(folder: LaunchFolder) -> None:
 # Without the launcher.
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("setting", ["", "UNICOLL_DEBUG=DETAIL", "TORCH_SHOW_CPP_STACKTRACES=1"])
 def test_a_plain_process_folds_frames(folder: LaunchFolder, setting: str) -> None:
     script = folder.script("import unicoll\nunicoll.init_process_group('nccll')\n")
@@ -331,7 +331,7 @@ def test_an_error_in_a_thread_is_folded(folder: LaunchFolder, setting: str) -> N
     assert "\nunicoll.errors.StoreTimeoutError: wait: " in text
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize(
     ("statement", "printed"),
     [

@@ -161,7 +161,7 @@ def printed(ranks: int) -> list[str]:
     return [f"{rank} {[total] * 4}".replace(".0", ".").replace(",", "") for rank in range(ranks)]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("manifest", "ranks"), [("job", 2), ("jobset", 4), ("leaderworkerset", 2), ("trainjob", 4)]
 )

@@ -85,7 +85,7 @@ def check_trained(
     assert done.stderr.count("starting a replacement") == sum(replacements)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("dying", [[2], [0], [0, 1], [0, 2, 3]], ids=str)
 def test_lost_ranks_are_replaced_and_get_the_state(folder: LaunchFolder, dying: list[int]) -> None:
     done = folder.launch("-n", "4", "--replace", folder.script(TRAIN), json.dumps(dying), "")
@@ -106,7 +106,7 @@ def test_the_counters_of_a_replacement_take_the_place_of_the_lost_ranks(folder: 
     assert [path.name for path in folder.path.glob("*.prom")] == ["job.prom"]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize(
     ("patch", "replacements"),
     [
@@ -166,7 +166,7 @@ STEPS = """
     """
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
@@ -332,7 +332,7 @@ class Ranks:
         return found
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_rank_started_again_by_another_launcher(folder: LaunchFolder, lost: int) -> None:
     """Rank 0 has the store: the process in its place opens another one at the same port."""

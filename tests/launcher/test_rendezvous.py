@@ -700,7 +700,7 @@ def test_different_world_sizes() -> None:
     found.close()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("world_size", "kind", "text"),
     [

@@ -129,7 +129,7 @@ JOBS = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs(folder: LaunchFolder, name: str) -> None:
     job = JOBS[name]
@@ -187,7 +187,7 @@ def test_the_error_has_a_port_in_use(folder: LaunchFolder) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_twenty_concurrent_launches_do_not_conflict(folder: LaunchFolder) -> None:
     script = folder.script(
         """
@@ -452,7 +452,7 @@ def test_counters_in_no_directory(folder: LaunchFolder) -> None:
     assert "DistArgumentError: UNICOLL_METRICS_FILE: there is no directory none" in done.stderr
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -599,7 +599,7 @@ FAILURES: dict[str, tuple[list[str], str, int, str]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("name", FAILURES)
 def test_failures(folder: LaunchFolder, name: str) -> None:
     flags, source, status, expected = FAILURES[name]
@@ -624,7 +624,7 @@ dist.all_reduce(np.ones(4, np.float32), timeout=1)
 """
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("where", ["default", "log-dir", "variable", "disabled"])
 def test_the_summary_has_the_command_that_shows_the_last_calls(folder: LaunchFolder, where: str) -> None:
     scratch = folder.path / "tmp"
@@ -791,7 +791,7 @@ def test_an_error_names_the_root_cause(
     assert root_cause(failures).rank == rank
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -870,7 +870,7 @@ time.sleep(600)
 )
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize(
     ("flags", "worker", "number", "status"),
     [
@@ -1092,7 +1092,7 @@ for _ in range(128):
 """
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_too_few_open_files_for_the_groups(folder: LaunchFolder, transport: str) -> None:
     """The error asked whether another program listened on the port."""
@@ -1137,7 +1137,7 @@ print(sorted(name for name in sys.modules if name.split(".")[0] in ("unicoll", "
 """
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     "target",
     [["sub/prints_state.py"], ["link.py"], ["-m", "package.prints_state"], ["-m", "package"], ["package"]],
@@ -1202,7 +1202,7 @@ def test_launch_script_from_elsewhere(folder: LaunchFolder) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[default{r}]:{expected}" for r in (0, 1)], done.stderr
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.torch
 def test_a_torch_program_runs(folder: LaunchFolder) -> None:
     pytest.importorskip("torch.distributed")

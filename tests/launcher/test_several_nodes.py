@@ -194,7 +194,7 @@ def test_a_node_waits_for_the_workers_of_the_others(folder: LaunchFolder, port: 
     assert all("restart 1 of 1" in err for err in errs)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_dead_launcher_is_named_and_may_be_started_again(
     folder: LaunchFolder, port: int, victim: int
@@ -219,7 +219,7 @@ def test_a_dead_launcher_is_named_and_may_be_started_again(
     wait_until(lambda: all_gone(folder.pids(4)))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_two_of_three_nodes_wait_for_the_third(folder: LaunchFolder, port: int, victim: int) -> None:
     words = ["--nnodes=3", "-n", "1", "--max-restarts=1", goes_on(folder)]
@@ -310,7 +310,7 @@ def test_workers_that_do_not_notice_the_end_on_another_node_are_stopped(
     wait_until(lambda: all_gone(folder.pids(2)))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
@@ -382,7 +382,7 @@ class HostJob:
         return {host: (self.launchers[host].returncode, err) for host, err in errs.items()}
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_random_kills_of_workers_and_launchers(hosts: Hosts, folder: LaunchFolder, seed: int) -> None:
     """After each the next generation runs, and in the end nothing is left."""
     choose = random.Random(seed)
@@ -416,7 +416,7 @@ def test_random_kills_of_workers_and_launchers(hosts: Hosts, folder: LaunchFolde
         assert listening.stdout == ""
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_host_that_is_cut_off_is_named_and_comes_back(hosts: Hosts, folder: LaunchFolder) -> None:
     job = HostJob(hosts, folder, "--max-restarts=5")
     number = job.await_generation(lambda found: found >= 0)
@@ -429,7 +429,7 @@ def test_a_host_that_is_cut_off_is_named_and_comes_back(hosts: Hosts, folder: La
     assert "has died, or its host is down" in ended[1][1], ended
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_launcher_says_at_once_that_another_one_does_not_answer(hosts: Hosts, folder: LaunchFolder) -> None:
     job = HostJob(hosts, folder)
     job.await_generation(lambda found: found >= 0)
@@ -444,7 +444,7 @@ def test_a_launcher_says_at_once_that_another_one_does_not_answer(hosts: Hosts, 
     assert {code for code, _ in ended.values()} == {1, 128 + signal.SIGKILL}, ended
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_job_over_a_slow_link(hosts: Hosts, folder: LaunchFolder) -> None:
     """The link is full for longer than a launcher waits for another's heartbeat, and no node is called dead."""
     for host in (1, 2):

@@ -272,7 +272,7 @@ def test_an_exception_is_raised_in_the_parent() -> None:
     assert (str(copy), copy.rank, copy.pid) == (str(error), error.rank, error.pid)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("how", "exitcode"), [("exit", 5), ("sys.exit", 6), ("SIGKILL", -9), ("SIGTERM", -15), ("SIGSEGV", -11)]
 )
@@ -409,7 +409,7 @@ def test_functions_of_an_interactive_session_need_cloudpickle(folder: LaunchFold
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("from_thread", [False, True])
 def test_nothing_survives_the_parent(folder: LaunchFolder, number: signal.Signals, from_thread: bool) -> None:

@@ -38,7 +38,7 @@ class TestMPI(Suite):
         return ((5 << 20) // itemsize + 11) | 1
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 class TestBetweenHosts(TestMPI):
     """The ranks use MPI's transport for other hosts."""
 

@@ -34,7 +34,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int) -> None:
     for i in range(CIRCLES):
         found = pool(4).run(jobs.circle, f"{seed} {i}", jobs.CALLS_OF_MPI)
@@ -48,7 +48,7 @@ def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int)
         pool(4).run(jobs.end_groups)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 def test_programs_without_a_circle_are_not_reported(pool: Callable[[int], Pool], seed: int) -> None:
     for i in range(0, PROGRAMS, 10):
         seeds = [f"{seed} {i + j}" for j in range(10)]

@@ -59,7 +59,7 @@ def pool(seed: int) -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 class TestMPI(Suite):
     """What differs from host arrays: transfer modes, dtypes, layouts, sizes around the switches of algorithm."""
 

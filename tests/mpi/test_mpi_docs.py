@@ -48,7 +48,7 @@ def test_there_are_blocks_for_all_libraries() -> None:
         assert len([b for b in BLOCKS if name in b.options or not LIBRARIES & set(b.options)]) > 3
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs_and_prints_the_output_shown(block: Block, tmp_path: Path) -> None:
     meant = LIBRARIES & set(block.options)

@@ -228,7 +228,7 @@ def train(command: Sequence[str], variables: dict[str, str]) -> str:
     return ended.stdout
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("setting", ["UNICOLL_DETERMINISTIC", "UNICOLL_EXACT_SUM"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_example_trains_the_same_weights_as_under_our_launcher(size: int, setting: str) -> None:

@@ -46,7 +46,7 @@ def pool() -> Iterator[Callable[[int], Pool]]:
 KILLS = random.Random(sample_seed()).sample([(name, victim) for name in EVERYTHING for victim in (0, 2)], 8)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(n=5)
 @pytest.mark.parametrize(("name", "victim"), KILLS)
 def test_a_killed_rank_is_named_by_all_others(
     name: str, victim: int, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +161,7 @@ def test_an_mpi_thread_that_fails_fails_its_group(level: str) -> None:
     check_thread_failure("unicoll-mpi", 4, mpi_fault_jobs.mpi_thread_fails, env=env)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.every(0))])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.every(n=0))])
 def test_an_interrupted_rank(size: int) -> None:
     """The library itself cannot be interrupted: where ranks wait in its blocking collectives, they end the job."""
     # no group can follow an interrupted creation; symmetric memory is gloo's

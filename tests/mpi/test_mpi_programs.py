@@ -107,7 +107,7 @@ def test_a_group_over_mpi_with_another_default_backend(script: Path) -> None:
     assert sorted_lines(run_script(script, source)) == ["gloo mpi [4. 4.]"] * 2
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     "call",
     [
@@ -129,7 +129,7 @@ def test_backend_mpi(call: str, script: Path) -> None:
     assert sorted_lines(run_script(script, source, 3)) == [f"{r} 3 cpu:mpi [3. 3.]" for r in range(3)]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("backend", ["mpi", "gloo", None])
 @pytest.mark.parametrize("place", ["file", "tcp", "store", "env"])
 def test_explicit_stores_replace_the_store_over_mpi(

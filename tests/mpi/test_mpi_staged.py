@@ -34,7 +34,7 @@ def pool(seed: int) -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 class TestMPI(staged.Staged):
     backend = "mpi"
 

@@ -42,7 +42,7 @@ def pool() -> Iterator[Pools]:
         yield made
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.sampled("name", "kind", 2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("name", jobs.OPERATIONS)
@@ -117,7 +117,7 @@ def test_another_call_on_one_rank_is_named(how: str) -> None:
     assert {"operation": "broadcast(float32[200000]", "allocation": "symmetric_empty"}[how] in texts[0]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_killed_or_stopped_in_the_middle_is_named(number: signal.Signals) -> None:
     start = partial(_Job, recover=True, warm_up=True)

@@ -25,7 +25,7 @@ def pool() -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 class TestMPIOnOneHost(_OverMPI):
     """The conformance suite with shared memory for large arrays."""
 

@@ -144,7 +144,7 @@ def written(path: Path, backend: str, body: str = "") -> Path:
     return program
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_ranks_of_a_step(
     cluster: Cluster, tmp_path: Path, backend: str, request: pytest.FixtureRequest
@@ -162,7 +162,7 @@ def test_ranks_of_a_step(
     assert sorted(found) == [f"{rank} 4 {rank % 2} 6.0 {backend} host{1 + rank // 2}" for rank in range(4)]
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_killed_rank_is_named(cluster: Cluster, tmp_path: Path) -> None:
     body = """
 if dist.get_rank() == 3:

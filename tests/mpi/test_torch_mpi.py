@@ -36,7 +36,7 @@ def run_program(folder: Path, options: tuple[str, ...], *program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.sampled("", "backend", 3)
 @pytest.mark.parametrize("backend", ["unicoll", "unicoll-mpi", "unicoll-gloo", "mpi", "cpu:mpi"])
 def test_mpirun_needs_no_variables(backend: str, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_mpirun_needs_no_variables(backend: str, tmp_path: Path) -> None:
     assert any(line.startswith(f"cpu arrays: backend {used}") for line in lines)
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.sampled("", "example", 1)
 @pytest.mark.parametrize("example", ["torch_ddp.py", "torch_fsdp2.py"])
 def test_examples(example: str, tmp_path: Path) -> None:

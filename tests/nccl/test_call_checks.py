@@ -111,7 +111,7 @@ def test_calls_that_agree(backend: str) -> None:
         assert [one.numpy().tolist() for one in whole] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
 @pytest.mark.parametrize("bound", [False, True])
 @on_ranks(3, start=run, options=["backend", "bound"])

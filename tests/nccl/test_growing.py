@@ -20,7 +20,7 @@ from unicoll.process import environment
 RANKS_PER_ROOT = "UNICOLL_NCCL_RANKS_PER_ROOT"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("version", "lazy", "growths"), [(23007, False, [1]), (22809, False, [0]), (23007, True, [])]
 )

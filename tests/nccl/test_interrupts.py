@@ -116,20 +116,20 @@ def run(start: str, names: list[str], goes_on: bool = True, warm: bool = True) -
     assert start == "oneccl" or not left  # it cannot end a communicator that has failed
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("start", list(STARTS))
 def test_the_rank_goes_on(start: str) -> None:
     run(start, OPERATIONS)
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("start", list(STARTS))
 def test_the_rank_leaves_the_group(start: str) -> None:
     """An interrupted wait() does not fail the group: after those of messages the other rank waits until its timeout."""
     run(start, [name for name in OPERATIONS if not name.startswith(("i", "batch"))], goes_on=False)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("start", list(STARTS))
 def test_the_first_call_of_a_group(start: str) -> None:
     """It connects the ranks."""

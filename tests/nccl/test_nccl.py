@@ -256,7 +256,7 @@ def test_groups_are_split_from_one_that_has_connected() -> None:
 # --- deadlines, deaths and errors of NCCL -----------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
 @on_ranks(3, start=run, options=["backend"])
 def test_a_deadline_names_the_missing_ranks_and_fails_the_group_on_all(backend: str) -> None:
@@ -307,7 +307,7 @@ def shrink(victim: int) -> list[Any]:
     return found
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
     ("version", "join"), [(21805, "tcp"), (22705, "tcp"), (23007, "tcp"), (23007, "file")]

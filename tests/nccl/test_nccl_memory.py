@@ -256,7 +256,7 @@ def _group_with_deadline(seconds: float) -> Any:
     return group
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("missing", [0, 1])
 @on_ranks(2, start=run)
 def test_a_rank_that_allocates_no_symmetric_memory_is_named_at_the_deadline(missing: int) -> None:

@@ -332,14 +332,14 @@ def _run_on_ranks(job: Callable[..., Any], size: int, policy: str, seed: int) ->
     assert simulated_run(size, job, seeds, policy=policy, seed=seed, quiet=job is run) == [[]] * size
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 @pytest.mark.parametrize("policy", ["oldest", "newest", "random"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_random_programs(policy: str, size: int, seed: int) -> None:
     _run_on_ranks(run, size, policy, seed)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("policy", ["oldest", "newest", "random"])
 def test_every_call_ends_where_a_rank_fails(policy: str, seed: int) -> None:
     """Without a race, and the next group works."""
@@ -352,7 +352,7 @@ def run_without(safeguard: str, seeds: list[int]) -> list[str]:
         return run(seeds)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("safeguard", MUTATIONS)
 def test_random_programs_find_that_a_safeguard_is_missing(safeguard: str) -> None:
     with joined(2, SimulatedJob, policy="newest", quiet=False) as job:

@@ -29,7 +29,7 @@ def pool(request: pytest.FixtureRequest, seed: int) -> Iterator[Callable[[int], 
         yield made
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize(
     ("size", "job", "expected"),
     [
@@ -71,7 +71,7 @@ def test_it_says_how_device_arrays_go(pool: Callable[[int], Pool]) -> None:
         assert 0 < facts["staging"] <= 64 << 20
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @on_ranks(2)
 def test_a_device_that_is_late_is_named() -> None:
     """Rank 0's device does not come to what is before the call."""
@@ -110,7 +110,7 @@ def _elements(give: int, take: int, much: int) -> int:
     return (0, 1, much, 3, much // 7)[(3 * give + 2 * take + 2) % 5]
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 @pytest.mark.parametrize(("size", "much"), [(2, 30_000), (3, 30_000), (2, 3)])
 @on_ranks()
 def test_an_exchange_of_any_sizes_goes_in_pieces(size: int, much: int) -> None:

@@ -13,7 +13,7 @@ from tests.support.worker import enter
 _BOUND_S = 60.0
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_64_processes_initialise_and_reduce() -> None:
     with ProcessJob(64, join="tcp") as job:
         job.call(jobs.ready)  # the interpreters have started

@@ -120,14 +120,14 @@ def check(cases: Iterator[Case]) -> None:
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(9)
+@pytest.mark.every(n=9)
 @pytest.mark.parametrize("op", OPS)
 def test_over_sockets(op: str) -> None:
     check(case for n in RANKS for case in both(op, n))
     check(sized(op, 128, bytes_) for bytes_ in (1 << 20, 5 << 20))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("op", REDUCING)
 def test_sums_of_half_types_are_twice_as_wide(op: str) -> None:
     """Ranks send partial sums of bfloat16 as float32; only contributions and results are half as wide."""
@@ -141,7 +141,7 @@ def test_sums_of_half_types_are_twice_as_wide(op: str) -> None:
                 assert 0.5 * as_float32 < sent <= as_float32, half
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_compressed(compression: str) -> None:
     def cases(n: int) -> Iterator[Case]:
@@ -332,7 +332,7 @@ def test_staging_memory_does_not_grow_with_the_array(case: Case, staging: int) -
     assert staging <= stated or case.op == "all_to_all"  # its table is stated apart
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("transport", "per_host", "deterministic"),
     [("tcp", 1, False), ("tcp", 1, True), ("shm", 5, False), ("hierarchical", 2, False)],
@@ -387,7 +387,7 @@ def test_uneven_sizes_at_a_root_over_sockets(op: str) -> None:
             )
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("cyclic", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_uneven_sizes_and_hosts(op: str, cyclic: bool) -> None:
@@ -399,7 +399,7 @@ def test_uneven_sizes_and_hosts(op: str, cyclic: bool) -> None:
                 replay([trace.turns for trace in traces(case)], case.nodes, BUFFER)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("ranks", "per_host"), [(2, 1), (7, 1), (16, 1), (7, 7), (8, 2), (12, 5)])
 def test_a_whole_program_does_not_deadlock(ranks: int, per_host: int, deterministic: bool) -> None:

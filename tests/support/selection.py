@@ -1,7 +1,7 @@
 """The tests of a run of this repository: of large tables a part (:mod:`unicoll.testing.sampling`).
 
-The short run (``UNICOLL_TEST_SHORT=1``) executes the same cases each time: of a test marked ``every(n)`` every nth
-case, from another one on in each test or class; of one marked ``every(0)`` none.
+The short run (``UNICOLL_TEST_SHORT=1``) executes the same cases each time: of a test marked ``every(n=3)`` every
+third case, from another one on in each test or class; of one marked ``every(n=0)`` none.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def short_run(items: Sequence[Any]) -> list[Any]:
     tables: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("every")
-        if mark is None or mark.args[0]:
+        if mark is None or mark.kwargs["n"]:
             tables[item.nodeid.partition("[")[0]].append(item)
     kept: set[str] = set()
     for name, cases in tables.items():
         mark = cases[0].get_closest_marker("every")
-        step = min(mark.args[0], len(cases)) if mark else 1
+        step = min(mark.kwargs["n"], len(cases)) if mark else 1
         kept.update(item.nodeid for item in cases[crc32(name.encode()) % step :: step])
     return [item for item in items if item.nodeid in kept]
 

@@ -346,7 +346,7 @@ FOLD: dict[str, Callable[[Any], Any]] = {
 """Independent reductions in float64."""
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 @pytest.mark.parametrize("redop", REDOPS)
 @pytest.mark.parametrize("type_name", TYPES)
 def test_wrong_elements_are_counted(type_name: str, redop: str) -> None:
@@ -632,7 +632,7 @@ def test_compression(tmp_path: Path) -> None:
     assert "compression int8" in data["contenders"]["gloo"]["transport"]
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("name", ["sendrecv", "latency"])
 def test_point_to_point_under_our_launcher(name: str) -> None:
     command = f"-m unicoll.run -n 3 --no-prefix -m unicoll.bench {name} --sizes 64 {QUICK} --osu-full"
@@ -644,7 +644,7 @@ def test_point_to_point_under_our_launcher(name: str) -> None:
     assert 0 < least <= mean <= most
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize(
     ("peer", "version"), [pytest.param("torch-gloo", "torch", marks=pytest.mark.torch), ("mpi4py", "mpi")]
 )
@@ -750,7 +750,7 @@ def on_device(command: str) -> str:
     return printed
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize(
     "op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv", "latency"]
 )
@@ -762,14 +762,14 @@ def test_nccl_and_bare_nccl(op: str, tmp_path: Path) -> None:
     assert {line[-2] for line in rows(printed)} == {"(nccl)", "bare-nccl"}, printed
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("how", ["-C 1", "--events"])
 def test_timing_on_a_device(how: str) -> None:
     printed = on_device(f"all_reduce {how}")
     assert len(rows(printed)) == 4, printed
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_operations_missing_in_bare_nccl_are_reported() -> None:
     printed = on_device("all_to_all")
     assert "all_to_all is not measured with bare NCCL" in printed

@@ -68,7 +68,7 @@ def test_bytes_on_the_links_of_two_ranks() -> None:
         bytes_on_links(case("latency", 0, 3))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("name", "transport"),
     [("all_reduce", "auto"), ("all_reduce", "tcp"), ("latency", "auto"), ("latency", "tcp")],
@@ -101,7 +101,7 @@ def test_the_floor_sends_what_it_says(name: str) -> None:
             assert job.results() == expected
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("transport", "text"),
     [("auto", "floor: rank 1 has not arrived within 0.3 s"), ("tcp", "floor: the rank before has not sent")],
@@ -126,7 +126,7 @@ SENT = {
 """Bytes that one call counts on a rank, by name in the counters: of its inputs, or of its outputs without inputs."""
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("name", SENT)
 def test_the_calls_reported_are_those_that_the_counters_have(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"

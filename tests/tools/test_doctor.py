@@ -122,7 +122,7 @@ def test_what_is_wrong_is_in_the_report(modules: Path) -> None:
     assert "s" * 40 not in json.dumps(report)
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_module_that_hangs_is_killed(modules: Path) -> None:
     (modules / "cupy.py").write_text(
         "import os, pathlib, subprocess, time\n"
@@ -467,7 +467,7 @@ def test_healthy_ranks_and_one_with_another_variable(modules: Path) -> None:
     assert "\nslow" not in out
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_only_the_slow_and_the_corrupting_pair_are_reported(modules: Path) -> None:
     done = ranks(modules, "slow:1-2,corrupt:0-3", "--json")
     report: dict[str, Any] = json.loads(done.stdout)
@@ -488,7 +488,7 @@ def test_only_the_slow_and_the_corrupting_pair_are_reported(modules: Path) -> No
     assert report["differences"] == {}
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_pair_that_loses_a_message_is_reported(modules: Path) -> None:
     done = ranks(modules, "lost:1-2", "--deadline", "8")
     assert done.returncode == 2, done
@@ -539,7 +539,7 @@ def test_a_rank_that_dies_is_named(modules: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_an_absent_rank_is_named(modules: Path) -> None:
     done = ranks(modules, "absent:1", "--deadline", "2", size=2)
     assert done.returncode != 0

@@ -142,7 +142,7 @@ def test_other_handlers_of_the_signal_stay() -> None:
         end_cleanly(job)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("function", "error", "kind", "written"),
     [
@@ -225,7 +225,7 @@ def test_the_directory_of_a_failure(tmp_path: Path, directory: str, dumps: int, 
     assert {path.name for path in tmp_path.iterdir()} == {"file", *(["new"] if dumps else [])}
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wrong_clock_is_found(tmp_path: Path, rank: int) -> None:
     """One rank's clock is 3 s ahead: in the merged trace its calls are where they were, within the bound."""

@@ -7,7 +7,7 @@ import pytest
 from tests.support.programs import python
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_weights_do_not_depend_on_kills_or_processes() -> None:
     done = python("scripts/kill_ranks.py", "--kills", "3", "--epochs", "2")
     assert done.returncode == 0, done.stdout + done.stderr

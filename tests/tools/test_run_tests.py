@@ -55,7 +55,7 @@ def run(folder: Path, program: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(n=5)
 @pytest.mark.parametrize(
     ("flaky", "right", "status"), [(0, True, 0), (3, True, 0), (4, True, 1), (1, False, 1), (30, True, 1)]
 )
@@ -75,7 +75,7 @@ def test_tests_that_cannot_be_collected_fail_the_run(tmp_path: Path) -> None:
     assert ended == 2, output
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_test_runs_again_with_the_same_seed(tmp_path: Path) -> None:
     ended, output = run(tmp_path, APPENDS_ITS_SEED)
     assert ended == 1, output

@@ -131,7 +131,7 @@ def test_destroy_raises_the_error_of_the_last_operation(by_unicoll: bool) -> Non
     assert other == ("nothing", False)
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_the_gpu_stage_on_the_simulated_device(tmp_path: Path) -> None:
     """All programs of the torch.distributed stage of scripts/gpu_check run; none is skipped."""
     path = tmp_path / "found.json"

@@ -49,7 +49,7 @@ def test_a_good_run_has_no_errors(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("function", "texts"),
     [

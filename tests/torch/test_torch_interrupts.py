@@ -34,8 +34,8 @@ def joined(transport: str) -> ProcessJob:
     return job
 
 
-@pytest.mark.parametrize("transport", ["", pytest.param("tcp", marks=pytest.mark.every(0))])
-@pytest.mark.parametrize("goes_on", [True, pytest.param(False, marks=pytest.mark.every(0))])
+@pytest.mark.parametrize("transport", ["", pytest.param("tcp", marks=pytest.mark.every(n=0))])
+@pytest.mark.parametrize("goes_on", [True, pytest.param(False, marks=pytest.mark.every(n=0))])
 def test_each_point_of_a_call(goes_on: bool, transport: str) -> None:
     every = _SHARE if is_short() else 1
     points = trials = 0
@@ -58,8 +58,8 @@ def test_a_wait(how: str) -> None:
         job.results()
 
 
-@pytest.mark.every(0)
-@pytest.mark.parametrize("transport", ["", pytest.param("tcp", marks=pytest.mark.every(0))])
+@pytest.mark.every(n=0)
+@pytest.mark.parametrize("transport", ["", pytest.param("tcp", marks=pytest.mark.every(n=0))])
 def test_an_alarm_in_a_step_of_data_parallel_training(transport: str) -> None:
     """Gradients are the mean of the ranks', or the step raises; the interrupted rank goes on, or leaves."""
     count = 20 if is_short() else 200

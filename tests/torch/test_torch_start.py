@@ -38,7 +38,7 @@ def launched(
     return sorted(done.stdout.splitlines()), done.stderr
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.sampled("backend", "launcher", 1)
 @pytest.mark.parametrize("launcher", [OURS, TORCHRUN], ids=["unicoll.run", "torchrun"])
 @pytest.mark.parametrize("backend", ["unicoll", "cpu:unicoll-gloo"])
@@ -144,7 +144,7 @@ def test_an_exception_is_reported_to_the_other_ranks() -> None:
     assert "terminate called" not in errors
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_an_unavailable_backend_gives_the_reason() -> None:
     _, errors = launched(OURS, "unicoll-nccl", code=1)
     assert "BackendUnavailableError: backend 'nccl'" in errors
@@ -174,7 +174,7 @@ LAST_LINES = {"torch_ddp.py": "epoch 3: ", "torch_fsdp2.py": "saved in 2 parts"}
 needs_27 = pytest.mark.skipif(torch.__version__ < "2.7", reason="this torch has FSDP2 on GPUs alone")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.sampled("example", "launcher", 1)
 @pytest.mark.parametrize("example", ["torch_ddp.py", pytest.param("torch_fsdp2.py", marks=needs_27)])
 @pytest.mark.parametrize("launcher", [OURS, TORCHRUN], ids=["unicoll.run", "torchrun"])

@@ -36,7 +36,7 @@ def test_recorded_results_are_at_least_those_of_gloo() -> None:
             assert "test_all_to_all" in found["passed"]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_sample_passes(size: int, seed: int) -> None:
     run_sample("unicoll-gloo", size, random.Random(seed + size), 12, ALWAYS)

@@ -43,7 +43,7 @@ def run() -> Iterator[Run]:
 has_fsdp2 = pytest.mark.skipif(torch.__version__ < "2.7", reason="this torch has FSDP2 on GPUs alone")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     "job",
     [pytest.param(f, marks=has_fsdp2) if "fsdp2" in f.__name__ else f for f in jobs.JOBS],
@@ -54,7 +54,7 @@ def test_it_works_as_on_one_process(run: Run, job: Callable[[], None]) -> None:
 
 
 @has_fsdp2
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_meshes_of_two_dimensions() -> None:
     with ProcessJob(4, join="env", quiet=False, modules=["torch"]) as job:
         for function in (torch_jobs.join, jobs.two_dimensions, torch_jobs.leave):
@@ -69,7 +69,7 @@ def test_ddp_names_unused_parameters(run: Run) -> None:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_compiled_collectives(run: Run) -> None:
     run(jobs.compiled)
 

@@ -173,7 +173,7 @@ BY_RECORDER = ("other in C++", "device")
 """Faults that torch's flight recorder shows."""
 
 
-@pytest.mark.every(9)
+@pytest.mark.every(n=9)
 @pytest.mark.parametrize(
     ("fault", "size"),
     [
@@ -201,7 +201,7 @@ def test_the_others_are_diagnosed_after_rank_0_has_left(tmp_path: Path) -> None:
             ranks.await_text(rank, pattern)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(n=3)
 @pytest.mark.parametrize("words", [(), ("later",)])
 def test_the_error_of_torch_has_the_cause(words: tuple[str, ...], tmp_path: Path) -> None:
     with program(2, tmp_path, "raises", "watch", *words) as ranks:
@@ -210,7 +210,7 @@ def test_the_error_of_torch_has_the_cause(words: tuple[str, ...], tmp_path: Path
         assert "unicoll" not in ranks.err(1).replace("unicoll/torch_watch", "")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("how", ["environment", "function"])
 def test_on_hang_ends_the_processes(how: str, tmp_path: Path) -> None:
     by_call, variables = (["watch"], {}) if how == "function" else ([], {"UNICOLL_WATCH": "1"})
@@ -235,7 +235,7 @@ GOOD = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("how", GOOD)
 def test_a_good_program_logs_nothing_and_its_calls_are_recorded(how: str, tmp_path: Path) -> None:
     dumps = tmp_path / "dumps"
@@ -323,8 +323,8 @@ def launch(launcher: str, size: int, folder: Path, program: str, **variables: st
     ("launcher", "size"),
     [
         ("torchrun", 2),
-        pytest.param("torchrun", 3, marks=pytest.mark.every(0)),
-        pytest.param("unirun", 3, marks=pytest.mark.every(0)),
+        pytest.param("torchrun", 3, marks=pytest.mark.every(n=0)),
+        pytest.param("unirun", 3, marks=pytest.mark.every(n=0)),
     ],
 )
 def test_a_call_that_gloo_aborts_for_is_explained(launcher: str, size: int, tmp_path: Path) -> None:
@@ -342,14 +342,14 @@ def test_a_call_that_gloo_aborts_for_is_explained(launcher: str, size: int, tmp_
         assert "all_reduce(float32[4000], SUM)" in root, out
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_the_error_of_a_killed_rank_comes_before_torchruns_signal(tmp_path: Path) -> None:
     out = launch("torchrun", 3, tmp_path, KILLED)
     lost = r"RankLostError: all_reduce\(float32\[3\], SUM\) #21 on group 'world': rank 1 \(.*\) died"
     assert len(re.findall(rf"^\[rank[02]\]: .*{lost}", out, re.M)) == 2, out
 
 
-@pytest.mark.every(0)
+@pytest.mark.every(n=0)
 def test_a_signal_ends_a_watched_process_as_without_watching(tmp_path: Path) -> None:
     with program(2, tmp_path, "sleeps", UNICOLL_WATCH="1", UNICOLL_STALL_WARNING="0") as ranks:
         for rank in range(2):

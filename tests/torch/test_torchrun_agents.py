@@ -17,7 +17,7 @@ import pytest
 from tests.launcher.launching import environment, wait_until
 from tests.support.ranks import reserved_port
 
-pytestmark = [pytest.mark.torch, pytest.mark.every(0)]
+pytestmark = [pytest.mark.torch, pytest.mark.every(n=0)]
 torch = pytest.importorskip("torch")
 
 PROGRAM = """

@@ -550,7 +550,7 @@ def test_messages(wanted: str) -> None:
     run_ranks(2, exchange_messages, env={"UNICOLL_TRANSPORT": "tcp", "UNICOLL_CHANNEL": wanted})
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("wanted", ["plain", *PROTECTED])
 @pytest.mark.parametrize("what", ["all_reduce", "send"])
 def test_data_changed_between_two_ranks(wanted: str, what: str) -> None:

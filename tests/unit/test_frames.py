@@ -50,7 +50,7 @@ print(joined)
     return int(done.stdout)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("may_raise", [True, False])
 def test_more_clients_than_descriptors(may_raise: bool) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 256:

@@ -142,7 +142,7 @@ def test_widening_is_exact(name: str, step: int, package: str) -> None:
     assert np.array_equal(wide[~nan].view(np.uint32), expected[~nan].view(np.uint32))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", HALVES)
 def test_narrowing_rounds_to_the_nearest_even(name: str, step: int, package: str) -> None:
@@ -304,7 +304,7 @@ def folded(name: str, op: Reduction, pieces: list[Array]) -> Array:
     return nearest(name, acc)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("op", OPS, ids=str)
 @pytest.mark.parametrize("name", HALVES)
 def test_half_types_accumulate_in_float32(name: str, op: Reduction, package: str) -> None:
@@ -373,7 +373,7 @@ def test_reductions_match_numpy(name: str) -> None:
             assert out.tobytes() == expected.tobytes(), (op, ranks, size, apart)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("size", [3, 5000, half_precision.BLOCK + 3])
 @pytest.mark.parametrize("name", ["float32", "float64", "int32", "complex64", *HALVES])
 def test_the_result_may_overwrite_a_contribution(name: str, size: int) -> None:

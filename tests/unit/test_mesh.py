@@ -418,7 +418,7 @@ def torch_world(rank, size):
         torch_dist.destroy_process_group()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.torch
 @pytest.mark.parametrize("rank", [0, 3, 5, 7])
 def test_answers_are_torchs(join, rank):

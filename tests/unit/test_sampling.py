@@ -56,17 +56,17 @@ class Item:
 
     nodeid: str
     indices: dict[str, int] = field(default_factory=dict)
-    marks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)
 
     @property
     def callspec(self) -> SimpleNamespace:
         return SimpleNamespace(indices=self.indices)
 
     def get_closest_marker(self, name: str) -> object:
-        return SimpleNamespace(args=self.marks[name]) if name in self.marks else None
+        return SimpleNamespace(kwargs={"n": self.marks[name]}) if name in self.marks else None
 
 
-def table(name: str, *counts: int, **marks: tuple[int, ...]) -> list[Item]:
+def table(name: str, *counts: int, **marks: int) -> list[Item]:
     """All cases of a test with so many values of each parameter."""
     return [
         Item(f"{name}[{cell}]", dict(zip("abcd", cell, strict=False)), marks)
@@ -74,24 +74,24 @@ def table(name: str, *counts: int, **marks: tuple[int, ...]) -> list[Item]:
     ]
 
 
-def test_a_short_run_has_all_cases_without_a_mark_and_none_with_every_0() -> None:
+def test_a_short_run_has_all_cases_without_a_mark_and_none_with_n_0() -> None:
     alone, two = Item("test_x.py::test_alone"), table("test_x.py::test_two", 3, 4)
     long = [
-        Item("test_x.py::test_long", marks={"every": (0,)}),
-        *table("test_x.py::test_table", 2, every=(0,)),
+        Item("test_x.py::test_long", marks={"every": 0}),
+        *table("test_x.py::test_table", 2, every=0),
     ]
     assert selection.short_run([*two, alone, *long]) == [*two, alone]
 
 
 def test_a_short_run_has_every_nth_case_with_the_mark() -> None:
-    runs = [selection.short_run(table(f"test_{i}", 10, every=(4,))) for i in range(20)]
+    runs = [selection.short_run(table(f"test_{i}", 10, every=4)) for i in range(20)]
     assert {tuple(item.indices["a"] for item in run) for run in runs} == {
         (0, 4, 8),
         (1, 5, 9),
         (2, 6),
         (3, 7),
     }
-    assert all(len(selection.short_run(table(f"test_{i}", 2, every=(4,)))) == 1 for i in range(20))
+    assert all(len(selection.short_run(table(f"test_{i}", 2, every=4))) == 1 for i in range(20))
 
 
 def test_a_run_has_a_column_of_each_row_whose_columns_are_its_own() -> None:

@@ -409,7 +409,7 @@ def test_a_stopped_server_does_not_hang_its_clients(monkeypatch: pytest.MonkeyPa
         assert client.get("k") == b"v"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("then", ["", "store.close(linger=True)", "raise SystemExit(0)"])
 def test_exiting_without_closing_does_not_hang(then: str):
     with server_process("twin = store.clone(); twin.set('k', 'v')\n" + then) as (process, _):

@@ -14,7 +14,7 @@ from unicoll.calls.reduce_ops import only_on_host
 from unicoll.testing.reference import reduction_of
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(n=6)
 class TestSimulatedXPU(_Simulated):
     sample = 10
     sizes = barrier_sizes = (2, 4)
