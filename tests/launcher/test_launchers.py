@@ -21,6 +21,7 @@ from unicoll.bootstrap.launchers import (
 )
 from unicoll.bootstrap.resolve import JoinRequest, resolve
 from unicoll.errors import DistArgumentError
+from unicoll.net.stores import HashStore
 
 
 def env(text: str) -> dict[str, str]:
@@ -414,6 +415,11 @@ def test_the_innermost_launcher_gives_rank_and_size(
         return
     assert f"{launched.name} {launched.rank} of {launched.world_size}" == expected
     own_environ = enclosing_jobs.own_environment(environ)
+    ignored = [f"{name}={environ[name]}" for name in sorted(environ.keys() - own_environ.keys())]
+    notes = resolve(JoinRequest("gloo", store=HashStore()), environ).notes
+    about = [note for note in notes if "enclosing" in note]
+    expected_notes = [f"variables of an enclosing job are ignored: {', '.join(ignored)}"] if ignored else []
+    assert about == expected_notes
     kept = STALE.items() & own_environ.items()
     assert kept == (
         STALE.items() & environ.items() if launched.name in ("environment", "torchrun") else set()

@@ -45,7 +45,7 @@ def join(request: JoinRequest) -> Job:
     started = time.monotonic()
     deadline = started + request.join_timeout
     while True:
-        met = meet(resolve(request, deadline), request, deadline)
+        met = meet(resolve(request), request, deadline)
         try:
             job = enter(met, request, deadline)
         except StaleRendezvousError as error:

@@ -68,7 +68,6 @@ def start(
     detected: LaunchInfo | None,
     choices: Sequence[BackendChoice],
     by_mpi: bool,
-    deadline: float,
 ) -> MPIStart:
     """Start MPI if it is among the backends: by name, or because its launcher started the job.
 
@@ -85,7 +84,6 @@ def start(
         detected: the launcher's information; None if none is complete.
         choices: the backends, if MPI can be used.
         by_mpi: the result of :func:`is_default`.
-        deadline: for the other processes' start of MPI (``time.monotonic()``).
 
     Raises:
         BackendUnavailableError: MPI was requested by name, but was not started with the other
@@ -99,7 +97,7 @@ def start(
         spare = partial(_spare_store, detected) if by_mpi and detected is not None else None
         return MPIStart(spare_store=spare)
     by_name = _is_named(request)
-    world = registry.mpi_world(seconds_left(deadline))
+    world = registry.mpi_world(request.join_timeout)
     launched = detected or launchers.from_mpi_world(world.rank, world.size)
     # A world of one process without a launcher shows that no mpirun has started this process. For a
     # job of one rank that requests MPI by name this is right. A library that does not know the

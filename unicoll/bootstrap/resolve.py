@@ -8,7 +8,6 @@ later steps take what it has found (:class:`Resolved`).
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -156,9 +155,7 @@ def apply_environment(environ: Environ | None = None) -> None:
     environment.warn_of_unknown(environ)
 
 
-def resolve(
-    request: JoinRequest, deadline: float | None = None, environ: Environ | None = None
-) -> Resolved:
+def resolve(request: JoinRequest, environ: Environ | None = None) -> Resolved:
     """What arguments and environment give for a join; connects to nothing.
 
     With ``env://`` the store is the launcher's (``UNICOLL_STORE=host:port``), or rank 0 hosts it at
@@ -168,8 +165,6 @@ def resolve(
     ports. A world of size 1 without an address opens no port.
 
     Args:
-        deadline: for the start of MPI (``time.monotonic()``); None: ``request.join_timeout`` from
-            now.
         environ: None: that of this process.
 
     Raises:
@@ -201,8 +196,7 @@ def resolve(
     if not fake:
         log.info("joining: process %d", os.getpid())
     if use_launcher and not fake:
-        limit = time.monotonic() + request.join_timeout if deadline is None else deadline
-        mpi = mpi_launch.start(request, detected, choices, by_mpi, limit)
+        mpi = mpi_launch.start(request, detected, choices, by_mpi)
         notes[:0] = mpi.notes
     asked = (-1, -1) if mpi.decides else (request.rank, request.world_size)
     launcher = _Launcher(environ, detected, fault)
@@ -274,8 +268,7 @@ def _find_launcher(environ: Environ, notes: list[str]) -> _Launcher:
     own = environ
     try:
         own = enclosing_jobs.own_environment(environ)
-        if own is not environ:
-            ignored = [f"{name}={environ[name]}" for name in sorted(environ.keys() - own.keys())]
+        if ignored := [f"{name}={environ[name]}" for name in sorted(environ.keys() - own.keys())]:
             notes.append(f"variables of an enclosing job are ignored: {', '.join(ignored)}")
         return _Launcher(own, launchers.first_complete(own), None)
     except DistArgumentError as fault:

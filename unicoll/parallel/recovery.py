@@ -347,8 +347,7 @@ def _replace_default_group(old: Job | None, new: Job) -> None:
                 job.control.group_failure(group.name)
                 or job.control.departed.keys() & {*group.ranks}
             ):
-                job.groups.remove(group)
-                group.close(raise_failure=False)
+                job.close_group(group, f"rank {job.rank} calls recover()", stays=True)
         if not job.groups:
             _replaced.remove(job)
             job.leave()

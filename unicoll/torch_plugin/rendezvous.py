@@ -158,7 +158,7 @@ def _rendezvous(
     rank, size = int(query.get("rank", -1)), int(query.get("world_size", -1))
     request = JoinRequest(backend, rank=rank, world_size=size, join_timeout=limit)
     deadline = time.monotonic() + limit
-    found = resolve(request, deadline)
+    found = resolve(request)
     if reconfigures and found.location.found_again:
         rendezvous = open_store(found, deadline)
     else:
