@@ -10,8 +10,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,100 @@ import numpy as np
 import pytest
 
 import unicoll as dist
-from tests.conformance import function_jobs
-from tests.conformance import pipes_jobs as jobs
 from tests.conformance.counting import CountingBackend
 from tests.support import worker
+from tests.support.outcomes import CallOutcome, outcome_of
 from tests.support.ports import listening_ports
 from tests.support.programs import python
 from tests.support.ranks import ROOT, ProcessJob, end_cleanly, joined
+from unicoll.backend import Backend, Call, Caps, Context
 from unicoll.backend import Backend as BackendBase
-from unicoll.backend import Call, Caps, Context
+from unicoll.calls.work import Completion, HostCompletion
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 from unicoll.group import backend_choice, registry
+from unicoll.net.stores import Store
 from unicoll.testing.ranks import Pool, RanksFailed
+
+
+class ThroughStore(Backend):
+    name = "through_store"
+    caps = Caps(native=frozenset({"all_gather"}))
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        assert timeout == timedelta(minutes=30)
+        self._store, self._rank, self._size = store, rank, world_size
+        self._calls = 0
+
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        for call in calls:
+            self._calls += 1
+            self._store.set(f"{self._calls}/{self._rank}", call.inputs[0].flat.tobytes())
+            for rank, output in enumerate(call.outputs):
+                found = self._store.get(f"{self._calls}/{rank}")
+                output.flat[:] = np.frombuffer(found, output.flat.dtype)
+            call.write_back()
+        done = HostCompletion(tuple(calls))
+        done.finish()
+        return done
+
+    def abort(self, error: Exception) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make(store: Store, rank: int, world_size: int, timeout: timedelta) -> Backend:
+    return ThroughStore(store, rank, world_size, timeout)
+
+
+def by_options(options: Any, pg_options: Any) -> ThroughStore:
+    assert pg_options == "mine"
+    assert options.global_ranks_in_group == [0, 1]
+    return ThroughStore(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def sums() -> list[float]:
+    """An all_reduce on the default group, on a new one and on one of its parts, each made by a function."""
+    dist.Backend.register_backend("by_function", make)
+    dist.Backend.register_backend("by_options", by_options, extended_api=True)
+    dist.init_process_group("by_function")
+    found = []
+    groups = [
+        dist.group.WORLD,
+        dist.new_group([1, 0], sort_ranks=False),
+        dist.split_group(split_ranks=[[0, 1]]),
+    ]
+    for group in [*groups, dist.new_group(backend="by_options", pg_options="mine")]:
+        x = np.full(3, dist.get_rank() + 1.0)
+        dist.all_reduce(x, group=group)
+        found.append(float(x[0]))
+    assert dist.get_backend() == "by_function"
+    assert dist.Backend.backend_type_map["by_function"] is dist.ProcessGroup.BackendType.CUSTOM
+    dist.destroy_process_group()
+    return found
+
+
+# --- tests ------------------------------------------------------------------------------------------
+
+LARGE = 1 << 23
+"""Elements of a message that the kernel does not buffer."""
+
+
+def exchange() -> None:
+    """An all_gather, which connects all ranks."""
+    found = [np.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, np.full(1, float(dist.get_rank())))
+    assert [float(x[0]) for x in found] == list(range(len(found)))
+
+
+def send_to(peer: int, count: int, timeout: float) -> CallOutcome:
+    return outcome_of(lambda: dist.send(np.ones(count), peer, timeout=timeout))
+
+
+def receive_from(peer: int | None, timeout: float) -> CallOutcome:
+    return outcome_of(lambda: dist.recv(np.ones(4), peer, timeout=timeout))
+
+
+# --- tests ------------------------------------------------------------------------------------------
 
 HERE = Path(__file__).parent
 
@@ -363,11 +446,11 @@ def test_messages_to_and_from_a_stopped_rank_end_at_their_deadline(
     pipes_job: ProcessJob, connected: bool
 ) -> None:
     if connected:
-        pipes_job.call(jobs.exchange)
+        pipes_job.call(exchange)
         pipes_job.results()
     pipes_job.signal(2, signal.SIGSTOP)
-    pipes_job.call(jobs.receive_from, 2, 1.0, ranks=[1])
-    pipes_job.call(jobs.send_to, 2, jobs.LARGE, 2.0, ranks=[0])
+    pipes_job.call(receive_from, 2, 1.0, ranks=[1])
+    pipes_job.call(send_to, 2, LARGE, 2.0, ranks=[0])
     for outcome in pipes_job.collect(60, [0, 1]):
         failure, seconds = outcome.value
         assert failure.type == "OperationTimeoutError"
@@ -376,10 +459,10 @@ def test_messages_to_and_from_a_stopped_rank_end_at_their_deadline(
 
 @pytest.mark.parametrize("peer", [2, None])
 def test_messages_to_and_from_a_dead_rank_name_it(pipes_job: ProcessJob, peer: int | None) -> None:
-    pipes_job.call(jobs.exchange)
+    pipes_job.call(exchange)
     pipes_job.results()
-    pipes_job.call(jobs.receive_from, peer, 60.0, ranks=[1])
-    pipes_job.call(jobs.send_to, 2, jobs.LARGE, 60.0, ranks=[0])
+    pipes_job.call(receive_from, peer, 60.0, ranks=[1])
+    pipes_job.call(send_to, 2, LARGE, 60.0, ranks=[0])
     pipes_job.signal(2, signal.SIGKILL)
     for outcome in pipes_job.collect(30, [0, 1]):
         failure, _ = outcome.value
@@ -395,7 +478,7 @@ def test_a_stranger_does_not_disturb_ranks_that_connect(pipes_job: ProcessJob) -
     with ExitStack() as strangers:
         for address in addresses:
             strangers.enter_context(socket.create_connection(address))
-        pipes_job.call(jobs.exchange)
+        pipes_job.call(exchange)
         pipes_job.results()
         end_cleanly(pipes_job)
 
@@ -454,7 +537,7 @@ def test_what_the_suite_reports_of_its_ranks(function: Callable[..., Any], args:
 
 def test_a_function_of_torchs_four_arguments_makes_the_backend_of_each_group() -> None:
     with ProcessJob(2, join="env") as job:
-        job.call(function_jobs.sums)
+        job.call(sums)
         assert job.results() == [[3.0] * 4] * 2
         end_cleanly(job)
 

@@ -10,7 +10,6 @@ from math import nan
 import pytest
 
 from tests.conformance import group_jobs, matching_jobs, p2p_jobs
-from tests.mpi import extreme_jobs
 from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
 from tests.support.ranks import Pool, pools
 from tests.unit import subclass_jobs
@@ -18,6 +17,13 @@ from tests.unit import subclass_jobs
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
 
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+import unicoll as dist
 from tests.conformance.test_async import *  # noqa: F403
 from tests.conformance.test_matching import (  # noqa: F401
     test_a_timeout_names_the_tags_that_have_come,
@@ -28,6 +34,51 @@ from tests.conformance.test_matching import (  # noqa: F401
 )
 from tests.conformance.test_p2p import *  # noqa: F403
 from tests.unit.test_subclasses import test_an_argument_error_is_raised_on_one_rank_only  # noqa: F401
+
+OPS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+
+
+def contributions(size: int, dtype: str, count: int, odd: float | None, where: Sequence[int]) -> list[Any]:
+    """``size * count`` random elements of each rank, some of them 0.0, or ``odd`` on the ranks ``where``."""
+    drawn = [np.random.default_rng(r).uniform(-4, 4, size * count).astype(dtype) for r in range(size)]
+    for rank, x in enumerate(drawn):
+        x[:: 7 + rank] = 0.0
+        if odd is not None and rank in where:
+            x[::7] = odd
+    return drawn
+
+
+def extremes(op: str, dtype: str, count: int, odd: float | None, where: Sequence[int]) -> list[str]:
+    """Compare MIN and MAX bitwise with a reduction in rank order; returns the differences. All NaNs count as equal."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inputs = contributions(size, dtype, count, odd, where)
+    wrong = []
+    for name, fold in (("MIN", np.minimum), ("MAX", np.maximum)):
+        expected, got = reduce(fold, inputs), inputs[rank].copy()
+        kind = getattr(dist.ReduceOp, name)
+        if op == "all_reduce":
+            dist.all_reduce(got, op=kind)
+        elif op == "reduce":
+            dist.reduce(got, 1, op=kind)
+            if rank != 1:
+                continue
+        else:
+            out = np.empty(count, dtype)
+            if op == "reduce_scatter":
+                dist.reduce_scatter(out, np.split(got, size), op=kind)
+            else:
+                dist.reduce_scatter_tensor(out, got, op=kind)
+            got, expected = out, expected[rank * count : (rank + 1) * count]
+        same = (got.view(f"V{got.itemsize}") == expected.view(f"V{got.itemsize}")) | (
+            np.isnan(got) & np.isnan(expected)
+        )
+        if not same.all():
+            i = int(np.flatnonzero(~same)[0])
+            wrong.append(f"{op} {name}: element {i} is {got[i]!r}, expected {expected[i]!r}")
+    return wrong
+
+
+# --- tests ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +148,7 @@ def test_rank_size_and_backend_of_the_world(size: int, pool: Callable[[int], Poo
 @pytest.mark.parametrize("size", [2, 3])
 def test_min_and_max_keep_nan_and_the_sign_of_zero(size: int, pool: Callable[[int], Pool]) -> None:
     """Arrays that are large enough for MPI's own operations, with a special value on no rank, on one and on all."""
-    for op in extreme_jobs.OPS:
+    for op in OPS:
         for dtype in ("float32", "float64"):
             for odd, where in (
                 (None, ()),
@@ -106,5 +157,5 @@ def test_min_and_max_keep_nan_and_the_sign_of_zero(size: int, pool: Callable[[in
                 (nan, range(size)),
                 (-0.0, range(size)),
             ):
-                output = pool(size).run(extreme_jobs.extremes, op, dtype, 10_001, odd, where)
+                output = pool(size).run(extremes, op, dtype, 10_001, odd, where)
                 assert output == [[]] * size, (op, dtype, odd, where)
