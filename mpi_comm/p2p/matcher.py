@@ -91,7 +91,8 @@ class RequestMatcher:
         self._tag_span = group.mpi.largest_tag // 2 - PAYLOAD_TAGS
         # The receive of one header at a time is in progress, so all of them use one buffer.
         self._header_buffer = bytearray(_HEADER.size + EAGER_LIMIT)
-        # True from the first receive on, which is when probing for headers starts.
+        # True from the first receive or message to this rank itself on, which is when probing for
+        # headers starts.
         self._receives = False
         # The receive of the header of a message that a probe has found, until it is done.
         self._header_receive: Any = None
@@ -152,6 +153,10 @@ class RequestMatcher:
         size, peer = request.view.size, call.peer
         assert call.tag is not None
         code = call.inputs[0].dtype.code + self.mark
+        # A large message to this rank itself ends only when its payload is received, which may have
+        # to be before the program posts a receive: a blocking send is waited for here.
+        if peer == self._context.rank:
+            self._receives = True
         # Before MPI gets the message: see MPIP2PEngine._send_small().
         next(self.sent[peer])
         if size <= EAGER_LIMIT:

@@ -128,6 +128,12 @@ def polled(count: int) -> None:
 def to_self(count: int) -> None:
     """Messages to the rank itself: sent first, posted first, found by probes and among those of any source."""
     own = me()
+    fresh: Any = dist.new_group()
+    fresh.send(np.full(count, 4.0), own)  # before the group's first receive
+    first = np.empty(count)
+    fresh.recv(first, own)
+    assert (first == 4).all()
+    dist.destroy_process_group(fresh)
     dist.send(np.full(count, 5.0), own, tag=1)
     dist.send(np.full(count, 6.0), own, tag=2)
     status = dist.probe(own, tag=2)
