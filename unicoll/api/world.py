@@ -34,6 +34,9 @@ class _NonMember:
 
 _job: Job | None = None
 """The job of the default group, from ``init_process_group`` to ``destroy_process_group``."""
+_by_functions: ProcessGroup | None = None
+"""The view of the default group for public functions, which each of their calls takes from here: an
+attribute that is computed once takes 0.05 microseconds longer."""
 _pid = 0
 """Of the process that is in the job; in a forked child, until it joins a job itself, of the parent
 that was in one."""
@@ -67,9 +70,12 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
         NotInitializedError: there is no default group.
     """
     if pg is None:
+        # The end of the job, maybe on another thread, resets the job before the view.
+        if by_function and (view := _by_functions) is not None:
+            return view
         if _job is None:
             raise _not_initialized()
-        return _job.default.by_functions if by_function else _job.default  # type: ignore[no-any-return]
+        return _job.default  # type: ignore[no-any-return]
     # This is the usual case: a group that has the view needs no check of its type.
     if by_function and (view := getattr(pg, "by_functions", None)) is not None:
         return view  # type: ignore[no-any-return]
@@ -104,13 +110,15 @@ def enter(job: Job) -> None:
 
     It may replace that of another job, which this process is still in.
     """
-    global _job, _pid, _had_group
+    global _job, _by_functions, _pid, _had_group
     # The default group is the new job's from here on, so the end of the job before must not reset
     # it.
     if _job is not None:
         _job.on_leave.remove(_forget)
     _had_group = True
     job.on_leave.append(_forget)
+    # The view comes first: a call of another thread that finds the job has to find the view, too.
+    _by_functions = job.default.by_functions
     _job, _pid = job, os.getpid()
     group.WORLD = job.default
 
@@ -123,8 +131,8 @@ def forget(job: Job) -> None:
 
 
 def _forget() -> None:
-    global _job, _pid
-    _job = group.WORLD = None
+    global _job, _by_functions, _pid
+    _job = _by_functions = group.WORLD = None
     # A forked child keeps its parent's pid, by which an error explains why there is no group.
     _pid = 0 if _pid == os.getpid() else _pid
 

@@ -62,7 +62,8 @@ def learn(
         return Learned({}, links=links)
     others = set(context.ranks) - {context.job.rank} if ranks is None else ranks
     reports = control.collect_reports(context.name, context.backend, others, reached)
-    silence = why_no_reply() if others - reports.keys() else ""
+    # Of a rank that has ended the text says how.
+    silence = why_no_reply() if others.difference(reports, control.departed) else ""
     return Learned(reports, silence, links)
 
 

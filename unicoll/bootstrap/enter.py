@@ -110,6 +110,7 @@ def enter(met: Rendezvous, request: JoinRequest, deadline: float) -> Job:
         if found.mpi_started:
             registry.register_job_with_mpi(job)
         _describe(job)
+        job.cleanup.callback(FlightDumper(job).close)
         process_end.add(job)
         if launched is not None and launched.name == "torchrun":
             raise_before_sigterm(job)
@@ -138,12 +139,11 @@ def _start_control(job: Job, deadline: float) -> None:
 
 
 def _describe(job: Job) -> None:
-    """Log and keep what was chosen, and have a dump of the calls in flight at hand."""
+    """Log what was chosen, and keep it for explain()."""
     chosen = [f"{c.device} arrays: backend {backend_text(c.name)}: {c.why}" for c in job.choices]
     job.notes = [*job.rendezvous.notes, *chosen]
     for note in job.notes:
         log.info("%s", note)
-    job.cleanup.callback(FlightDumper(job).close)
 
 
 def _make_group(job: Job, request: JoinRequest) -> None:

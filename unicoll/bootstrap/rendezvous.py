@@ -124,16 +124,16 @@ def meet(found: Resolved, request: JoinRequest, deadline: float) -> Rendezvous:
     # Rank 0 learns here of a second rank 0, even where the store has no earlier job's values.
     looks = location.outlives_jobs or agreed.rank == 0
     return Rendezvous(
-        found,
-        agreed.store,
-        agreed.root,
-        agreed.rank,
-        agreed.world_size,
-        Secret(agreed.key, secret.source if secret.key else "rank 0, through the store"),
-        agreed.trusted,
-        listen.addresses,
-        notes,
-        partial(agreed.is_replaced, location.namespace, secret.key) if looks else None,
+        found=found,
+        store=agreed.store,
+        root=agreed.root,
+        rank=agreed.rank,
+        world_size=agreed.world_size,
+        secret=Secret(agreed.key, secret.source if secret.key else "rank 0, through the store"),
+        trusted=agreed.trusted,
+        listen_addresses=listen.addresses,
+        notes=notes,
+        replaced=partial(agreed.is_replaced, location.namespace, secret.key) if looks else None,
     )
 
 

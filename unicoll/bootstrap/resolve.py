@@ -184,58 +184,60 @@ def resolve(request: JoinRequest, environ: Environ | None = None) -> Resolved:
     given = (request.rank, request.world_size) != (-1, -1) or bool(_query(url))
     use_launcher = not (request.name and given)
     notes: list[str] = []
-    whole = environ
-    environ, detected, fault, _ = _find_launcher(environ, notes)
-    if not given and request.store is None:
-        # This comes before the lines that may start MPI.
-        enclosing_jobs.refuse_subprocess(detected, whole)
-    by_mpi = use_launcher and not fault and mpi_launch.is_default(request, detected, environ)
+    launcher = _find_launcher(environ, notes)
+    by_mpi = (
+        use_launcher
+        and launcher.fault is None
+        and mpi_launch.is_default(request, launcher.found, launcher.environ)
+    )
     # A backend that cannot be used fails before other ranks wait for this one.
     choices = _choose(request.wanted, by_mpi)
     fake, mpi = backend_choice.is_fake(choices), MPIStart()
     if not fake:
         log.info("joining: process %d", os.getpid())
-    if use_launcher and not fake:
-        mpi = mpi_launch.start(request, detected, choices, by_mpi)
-        notes[:0] = mpi.notes
-    asked = (-1, -1) if mpi.decides else (request.rank, request.world_size)
-    launcher = _Launcher(environ, detected, fault)
+        if not given and request.store is None:
+            # This comes before the lines that may start MPI.
+            enclosing_jobs.refuse_subprocess(launcher.found, environ)
+        if use_launcher:
+            mpi = mpi_launch.start(request, launcher.found, choices, by_mpi)
+            notes[:0] = mpi.notes
     if mpi.launched is not None:
-        launcher = _Launcher(environ, mpi.launched, None, of_mpi=True)
+        launcher = launcher._replace(found=mpi.launched, fault=None, of_mpi=True)
+    asked = (-1, -1) if mpi.decides else (request.rank, request.world_size)
     rank, world_size, launched = _members(url, *asked, launcher, notes)
     if not use_launcher:
         launched = None
-    if (launched is not None and launched.started_by_mpi, mpi.reason) != (by_mpi, ""):
+    of_mpi = launched is not None and launched.started_by_mpi
+    if (of_mpi, mpi.reason) != (by_mpi, ""):
         # Only now is it known that MPI's launcher has started other processes than these, or that
         # MPI does not serve the arrays.
-        choices = _choose(
-            request.wanted, launched is not None and launched.started_by_mpi, mpi.reason
-        )
+        choices = _choose(request.wanted, of_mpi, mpi.reason)
+    own = launcher.environ
     if fake:
         secret = Secret(new_key(), "none")
         location: StoreLocation = LocalLocation()
         notes.append("store: in this process, which communicates with no other one")
     else:
-        secret = request.secret or find_secret(environ)
-        location = _location(request, url, (rank, world_size, launched), secret, environ, mpi)
+        secret = request.secret or find_secret(own)
+        location = _location(request, url, (rank, world_size, launched), secret, own, mpi)
     if request.name:
         location.namespace += f"/{request.name}"
     return Resolved(
-        rank,
-        world_size,
-        launched,
-        secret,
-        location,
-        request.wanted,
-        choices,
-        mpi,
-        {name: environ[name] for name in interfaces.VARIABLES if name in environ},
-        environment.choice("UNICOLL_CHANNEL", environ),
-        bool(environment.flag("UNICOLL_ALLOW_PICKLE", environ)),
-        notes,
-        request.store is not None,
-        [*map(exit_key, range(world_size))],
-        fake,
+        rank=rank,
+        world_size=world_size,
+        launched=launched,
+        secret=secret,
+        location=location,
+        backend=request.wanted,
+        choices=choices,
+        mpi=mpi,
+        interfaces={name: own[name] for name in interfaces.VARIABLES if name in own},
+        channel=environment.choice("UNICOLL_CHANNEL", own),
+        allows_pickle=bool(environment.flag("UNICOLL_ALLOW_PICKLE", own)),
+        notes=notes,
+        given_store=request.store is not None,
+        exit_keys=[*map(exit_key, range(world_size))],
+        fake=fake,
     )
 
 

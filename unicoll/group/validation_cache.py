@@ -109,7 +109,7 @@ def kind_of(call: Call) -> Any:
     """
     inputs, outputs, reduce = call.inputs, call.outputs, call.reduce
     reduction = None if reduce is None else reduce.key
-    # This is made in each call: one array in place has the shortest key.
+    # This key is made in each call; that of one array in place is the shortest.
     if inputs is outputs and len(inputs) == 1 and call.in_counts is None is call.out_counts:
         i = inputs[0]
         return call.op, i.dtype, i.shape, i.device.number, i.writable, reduction, call.root

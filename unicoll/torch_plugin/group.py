@@ -561,10 +561,11 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
             raise
 
     def start(self: TorchProcessGroup, arguments: tuple[Any, ...], opts: Any) -> Any:
-        method = getattr(self.unicoll, unicoll_method)
+        members = self.members
+        method = getattr(members.group, unicoll_method)
         timeout = timeout_or_none(opts.timeout) or self._timeout
         ended = self._take_extension() if self._new_extension else None
-        if getattr(opts, "asyncOp", True) or self.members.coalescing is not None:
+        if getattr(opts, "asyncOp", True) or members.coalescing is not None:
             handle = method(*convert(opts, *arguments), async_op=True, timeout=timeout)
             if ended is not None:
                 handle.add_done_callback(ended)
