@@ -426,6 +426,18 @@ def test_the_innermost_launcher_gives_rank_and_size(
     )
 
 
+def test_a_dry_run_within_a_rank_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise DistArgumentError("it has joined already")
+
+    monkeypatch.setattr(enclosing_jobs, "refuse_subprocess", refuse)
+    environ = env("RANK=1 WORLD_SIZE=4 MASTER_ADDR=localhost MASTER_PORT=1")
+    found = resolve(JoinRequest("fake"), environ)
+    assert (found.rank, found.world_size, found.fake) == (1, 4, True)
+    with pytest.raises(DistArgumentError, match="it has joined already"):
+        resolve(JoinRequest("gloo"), environ)
+
+
 def test_the_environment_of_a_process_that_a_launcher_has_started(tmp_path: Path) -> None:
     """``/proc`` has the variables with which a process and its ancestors were started."""
     code = "import unicoll.bootstrap.launchers as l; f = l.detect(); print(f.name, f.rank, f.world_size)"
