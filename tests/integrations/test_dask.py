@@ -246,7 +246,7 @@ def kill_before_start(client, victim):
     os.kill(client.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
 
 with cluster(3) as local, Client(local) as client, ThreadPoolExecutor(1) as pool:
-    for step in ("_membership", "_open_store", "_await_ranks", "enter", "call", "queued"):
+    for step in ("_membership", "_open_store", "_await_ranks", "enter_world", "call", "queued"):
         workers = sorted(client.nthreads())
         victim = workers[RANK]
         fn, args = summed, ()
@@ -274,7 +274,7 @@ with cluster(3) as local, Client(local) as client, ThreadPoolExecutor(1) as pool
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_is_named_and_ten_runs_follow(rank: int, tmp_path: Path) -> None:
     shown, _ = run_program(tmp_path, KILLS.replace("RANK", str(rank)))
-    for step in ("_membership", "_open_store", "_await_ranks", "enter", "call", "queued"):
+    for step in ("_membership", "_open_store", "_await_ranks", "enter_world", "call", "queued"):
         assert shown.pop(0) == [step, "RankLostError", True]
         assert shown.pop(0) == [True] * 5
         assert shown.pop(0) == [True] * 5
