@@ -335,6 +335,8 @@ class Conformance:
             )
             if reduce == "MAX" and dtype == "complex128":
                 reduce = "PRODUCT"
+            if reduce is not None and not self.reduces(dtype, reduce):
+                reduce = "SUM"
             several = Arity.PER_RANK in (OPS[op].inputs, OPS[op].outputs)
             cases.append(
                 Case(
