@@ -38,7 +38,13 @@ def job(backend: str, size: int) -> ProcessJob:
     return ProcessJob(size, prepare=(worker.use, backend, (MODULE,)))
 
 
-@pytest.fixture(scope="module", params=["messages", "gathers", "most", "posts"])
+_LONG = pytest.mark.every(n=0)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["messages", pytest.param("gathers", marks=_LONG), "most", pytest.param("posts", marks=_LONG)],
+)
 def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
     with pools(partial(job, request.param)) as made:
         yield made

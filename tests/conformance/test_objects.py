@@ -95,6 +95,7 @@ def check_sample(obj, rank):
 SIZES = [1, 2, 3, 4]
 
 
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("size", SIZES)
 @on_ranks()
 def test_broadcast(size):

@@ -602,6 +602,7 @@ def lose_a_rank(rank: int) -> None:
     assert caught.value.rank == 2
 
 
+@pytest.mark.every(n=0)
 def test_a_lost_rank_surfaces_with_the_bucket() -> None:
     spawn(lose_a_rank, nprocs=3)
 

@@ -269,7 +269,7 @@ def test_a_rank_killed_or_stopped_in_the_middle_is_named(key: str, case: str, se
         leave_cleanly(job, others)
 
 
-@pytest.mark.every(n=3)
+@pytest.mark.every(n=6)
 @pytest.mark.sampled("key", "case", 1)
 @pytest.mark.parametrize(
     ("key", "case"), [case for case in cases("operation", "size") if can_differ(case[1])]

@@ -119,7 +119,7 @@ def check_reductions(by_rank: list[list[tuple[str, int, float]]]) -> None:
     assert max(worst) > 0.3  # a result without errors would not test the bound
 
 
-@pytest.mark.every(n=9)
+@pytest.mark.every(n=18)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("compression", ["bfloat16", "int8"])
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_errors(transport: str, size: int, compression: str, dtype: str, tcp: Po
     check_reductions(pool(size).run(reductions, compression, dtype, per_host))
 
 
-@pytest.mark.every(n=2)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("channel", ["mac", "tls"])
 def test_protected_connections(channel: str) -> None:
     env = {**TCP, "UNICOLL_CHANNEL": channel, "UNICOLL_SECRET": "the secret of this test"}

@@ -73,6 +73,7 @@ def test_arrays_below_the_threshold_take_the_slots() -> None:
     assert _bytes_read(nbytes) == nbytes * 2 // 3
 
 
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("env", [{"UNICOLL_PEER_MEMORY": "always"}, {"UNICOLL_PEER_MEMORY": "off"}], ids=str)
 @on_ranks(2)
 def test_the_setting(env: dict[str, str]) -> None:

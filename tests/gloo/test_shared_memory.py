@@ -53,6 +53,7 @@ def _sum(count: int = 1000) -> None:
 # --- which transport a group uses -----------------------------------------------------------------------------------
 
 
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("size", [2, 3, 5])
 @on_ranks()
 def test_ranks_of_one_host_share_memory(size: int) -> None:
@@ -68,6 +69,7 @@ LOGGED = {
 }
 
 
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize("env", [{"UNICOLL_TRANSPORT": name} for name in LOGGED], ids=str)
 @on_ranks(3)
 def test_the_transport_is_logged(env: dict[str, str]) -> None:

@@ -42,7 +42,7 @@ def _large_and_small() -> int:
     return found
 
 
-@pytest.mark.every(n=3)
+@pytest.mark.every(n=6)
 @pytest.mark.parametrize("channel", ["plain", "mac", "tls"])
 @pytest.mark.parametrize(("size", "connections"), [(2, 1), (2, 3), (3, 2)])
 def test_results_and_number_of_connections(size: int, connections: int, channel: str) -> None:

@@ -45,7 +45,7 @@ def world() -> Any:
     return dist.group.WORLD
 
 
-@pytest.mark.every(n=15)
+@pytest.mark.every(n=30)
 @pytest.mark.sampled("name", "kind", 2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -347,7 +347,7 @@ def test_other_transports(env: dict[str, str]) -> None:
             group.peer_view(array, (rank + 1) % 3)
 
 
-@pytest.mark.every(n=2)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_ranks(5, env={"UNICOLL_TRANSPORT": "hierarchical"})
 def test_ranks_of_each_host_read_arrays_in_place(dtype: str) -> None:

@@ -161,7 +161,7 @@ def printed(ranks: int) -> list[str]:
     return [f"{rank} {[total] * 4}".replace(".0", ".").replace(",", "") for rank in range(ranks)]
 
 
-@pytest.mark.every(n=2)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize(
     ("manifest", "ranks"), [("job", 2), ("jobset", 4), ("leaderworkerset", 2), ("trainjob", 4)]
 )
@@ -171,6 +171,7 @@ def test_a_manifest_runs(cluster: Cluster, manifest: str, ranks: int) -> None:
     assert sorted(re.sub(r"^\[.*?\]:", "", line) for line in cluster.outputs()) == printed(ranks)
 
 
+@pytest.mark.every(n=2)
 @pytest.mark.parametrize(
     ("manifest", "waits_for"),
     [

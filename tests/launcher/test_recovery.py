@@ -85,7 +85,7 @@ def check_trained(
     assert done.stderr.count("starting a replacement") == sum(replacements)
 
 
-@pytest.mark.every(n=2)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("dying", [[2], [0], [0, 1], [0, 2, 3]], ids=str)
 def test_lost_ranks_are_replaced_and_get_the_state(folder: LaunchFolder, dying: list[int]) -> None:
     done = folder.launch("-n", "4", "--replace", folder.script(TRAIN), json.dumps(dying), "")
@@ -120,6 +120,7 @@ def test_a_rank_that_dies_in_a_recovery(folder: LaunchFolder, patch: str, replac
     check_trained(done, replacements, losses=False)
 
 
+@pytest.mark.every(n=0)
 def test_all_ranks_are_new(folder: LaunchFolder) -> None:
     """Without a rank that has the state, that with the most steps gives its own to the others, else rank 0."""
     folder.script(

@@ -274,6 +274,7 @@ def test_the_copies_have_tracebacks_and_the_last_state_of_a_progress_bar(folder:
     ]
 
 
+@pytest.mark.every(n=0)
 def test_dumps_of_each_attempt_are_in_the_users_directory(folder: LaunchFolder) -> None:
     traces = folder.path / "traces"
     done = folder.launch("-n", "2", "--max-restarts=2", fails(folder, 2), UNICOLL_TRACE_DIR="traces")
@@ -283,6 +284,7 @@ def test_dumps_of_each_attempt_are_in_the_users_directory(folder: LaunchFolder) 
     assert command_to_type("trace", "traces/attempt_1") in done.stderr
 
 
+@pytest.mark.every(n=0)
 def test_counters_begin_again_after_a_restart(folder: LaunchFolder) -> None:
     done = folder.launch(
         "-n", "2", "--max-restarts=2", "--log-dir=logs", fails(folder, 2), UNICOLL_METRICS_FILE="job.prom"

@@ -129,7 +129,7 @@ JOBS = {
 }
 
 
-@pytest.mark.every(n=2)
+@pytest.mark.every(n=4)
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs(folder: LaunchFolder, name: str) -> None:
     job = JOBS[name]

@@ -110,6 +110,7 @@ def test_the_same_command_on_each_node(folder: LaunchFolder, port: int) -> None:
     assert [out.count("\n") for out in outs] == [2, 2]
 
 
+@pytest.mark.every(n=0)
 def test_nodes_with_given_ranks_and_different_numbers_of_workers(folder: LaunchFolder, port: int) -> None:
     script = sums(folder)
     nodes = [Node(folder, port, "-n", str(3 - rank), f"--node-rank={rank}", script) for rank in (1, 0)]
@@ -131,6 +132,7 @@ def test_each_node_writes_the_counters_of_its_ranks(folder: LaunchFolder, port: 
         assert calls == {(op, 2 * node + i): 1 for op in ("all_reduce", "barrier") for i in range(2)}
 
 
+@pytest.mark.every(n=0)
 def test_all_nodes_restart_their_workers_after_a_failure(folder: LaunchFolder, port: int) -> None:
     script = sums(folder, "if rank == 3 and attempt < 2: raise KeyError(attempt)")
     codes, outs, errs = ends(pair(folder, port, "-n", "2", "--max-restarts=2", script))
@@ -219,7 +221,7 @@ def test_a_dead_launcher_is_named_and_may_be_started_again(
     wait_until(lambda: all_gone(folder.pids(4)))
 
 
-@pytest.mark.every(n=2)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_two_of_three_nodes_wait_for_the_third(folder: LaunchFolder, port: int, victim: int) -> None:
     words = ["--nnodes=3", "-n", "1", "--max-restarts=1", goes_on(folder)]

@@ -372,6 +372,7 @@ for factor, closure in dist.spawn(make(1), args=(Factor(10.0),), nprocs=2):
 """Functions and classes as of a notebook's cells: in no file, one a closure."""
 
 
+@pytest.mark.every(n=0)
 def test_functions_of_an_interactive_session(folder: LaunchFolder) -> None:
     pytest.importorskip("cloudpickle")
     done = folder.python("-c", SESSION)

@@ -23,7 +23,7 @@ from tests.support.order import await_true
 from tests.support.ranks import ProcessJob, joined, sample_seed
 from tests.support.selection import is_short
 
-_SHARE, _SHARE_OF_FIRST = 24, 150
+_SHARE, _SHARE_OF_FIRST = 48, 300
 """The short run tries every nth point: of a call, and of one that connects, which takes a second."""
 _MAY_STAY = re.compile(r"(event|stream|[0-9]+ bytes|mismatch:|fd /memfd:unicoll) ")
 """What an interrupted call may leave: what it has just created, and a group of calls of which it has made a part."""

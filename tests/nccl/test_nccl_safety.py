@@ -597,7 +597,7 @@ _RAISED = {  # by the last call, and by destroy_process_group
 }
 
 
-@pytest.mark.every(n=4)
+@pytest.mark.every(n=8)
 @pytest.mark.parametrize("raised_by", _RAISED)
 @pytest.mark.parametrize("start", ["nccl", "oneccl", "staged"])
 def test_a_failure_of_the_last_operation_is_not_lost(start: str, raised_by: str) -> None:

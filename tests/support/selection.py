@@ -34,14 +34,17 @@ def of_this_run(items: list[Any]) -> list[Any]:
 def short_run(items: Sequence[Any]) -> list[Any]:
     """The tests of the short run, in their order."""
     tables: defaultdict[str, list[Any]] = defaultdict(list)
+    steps: dict[str, int] = {}
     for item in items:
-        mark = item.get_closest_marker("every")
-        if mark is None or mark.kwargs["n"]:
-            tables[item.nodeid.partition("[")[0]].append(item)
+        # A case has the mark of its test and one of its own, in this order.
+        numbers = [mark.kwargs["n"] for mark in item.iter_markers("every")]
+        if 0 not in numbers:
+            name = item.nodeid.partition("[")[0]
+            tables[name].append(item)
+            steps.setdefault(name, max(numbers, default=1))
     kept: set[str] = set()
     for name, cases in tables.items():
-        mark = cases[0].get_closest_marker("every")
-        step = min(mark.kwargs["n"], len(cases)) if mark else 1
+        step = min(steps[name], len(cases))
         kept.update(item.nodeid for item in cases[crc32(name.encode()) % step :: step])
     return [item for item in items if item.nodeid in kept]
 

@@ -47,6 +47,7 @@ def two() -> Iterator[Run]:
         yield run
 
 
+@pytest.mark.every(n=0)
 def test_messages_of_a_batch_do_not_wait_for_one_another(two: Run) -> None:
     for rank, found in enumerate(two(jobs.batches)):
         assert found == [[2.0 - rank]] * 6 + [[2.0]]

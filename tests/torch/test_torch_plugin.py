@@ -45,7 +45,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         ended(job)
 
 
-@pytest.mark.every(n=4)
+@pytest.mark.every(n=8)
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("collective", jobs.COLLECTIVES, ids=lambda f: f.__name__)
 def test_collectives(run: Run, collective: Callable[[bool], None], async_op: bool) -> None:

@@ -173,7 +173,7 @@ BY_RECORDER = ("other in C++", "device")
 """Faults that torch's flight recorder shows."""
 
 
-@pytest.mark.every(n=9)
+@pytest.mark.every(n=18)
 @pytest.mark.parametrize(
     ("fault", "size"),
     [
@@ -210,7 +210,7 @@ def test_the_error_of_torch_has_the_cause(words: tuple[str, ...], tmp_path: Path
         assert "unicoll" not in ranks.err(1).replace("unicoll/torch_watch", "")
 
 
-@pytest.mark.every(n=2)
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize("how", ["environment", "function"])
 def test_on_hang_ends_the_processes(how: str, tmp_path: Path) -> None:
     by_call, variables = (["watch"], {}) if how == "function" else ([], {"UNICOLL_WATCH": "1"})
@@ -319,6 +319,7 @@ def launch(launcher: str, size: int, folder: Path, program: str, **variables: st
     return done.stdout
 
 
+@pytest.mark.every(n=0)
 @pytest.mark.parametrize(
     ("launcher", "size"),
     [

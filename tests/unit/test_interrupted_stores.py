@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[Call, Call, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.every(n=3)
+@pytest.mark.every(n=6)
 @pytest.mark.parametrize("name", CALLS)
 def test_the_next_calls(
     under_test: StoreUnderTest, name: str, pool: ThreadPoolExecutor, tmp_path: Path

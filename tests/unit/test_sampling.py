@@ -57,13 +57,16 @@ class Item:
     nodeid: str
     indices: dict[str, int] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=dict)
+    own_marks: dict[str, int] = field(default_factory=dict)
 
     @property
     def callspec(self) -> SimpleNamespace:
         return SimpleNamespace(indices=self.indices)
 
-    def get_closest_marker(self, name: str) -> object:
-        return SimpleNamespace(kwargs={"n": self.marks[name]}) if name in self.marks else None
+    def iter_markers(self, name: str) -> list[SimpleNamespace]:
+        """The mark of the test, and that of the case."""
+        numbers = [marks[name] for marks in (self.marks, self.own_marks) if name in marks]
+        return [SimpleNamespace(kwargs={"n": n}) for n in numbers]
 
 
 def table(name: str, *counts: int, **marks: int) -> list[Item]:
@@ -81,6 +84,13 @@ def test_a_short_run_has_all_cases_without_a_mark_and_none_with_n_0() -> None:
         *table("test_x.py::test_table", 2, every=0),
     ]
     assert selection.short_run([*two, alone, *long]) == [*two, alone]
+
+
+def test_a_short_run_has_no_case_with_a_mark_of_its_own_with_n_0() -> None:
+    cases = table("test_x.py::test_table", 4, every=2)
+    for case in cases[1:]:
+        case.own_marks["every"] = 0
+    assert selection.short_run(cases) == cases[:1]
 
 
 def test_a_short_run_has_every_nth_case_with_the_mark() -> None:
