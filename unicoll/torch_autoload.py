@@ -3,14 +3,16 @@ plug-in.
 
 An installed unicoll names :func:`autoload` as an entry point of the group ``torch.backends``, whose
 functions torch calls at the end of its own import; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that
-off. With ``UNICOLL_WATCH=1`` the groups of torch's own backends are watched, too. This module
-imports nothing that torch has not imported, so ``import torch`` takes no longer. Since torch 2.14
-torch also imports :mod:`unicoll.torch_plugin` by itself, by the entry points of the group
+off. With ``UNICOLL_WATCH=1`` the groups of torch's own backends are watched, too; with
+``UNICOLL_REPLACE=gloo`` torch's backend of that name means unicoll's. This module imports nothing
+that torch has not imported, so ``import torch`` takes no longer. Since torch 2.14 torch also
+imports :mod:`unicoll.torch_plugin` by itself, by the entry points of the group
 ``torch.distributed.backends``, if a backend has one of its names.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -38,8 +40,8 @@ def autoload() -> None:
         c10d = sys.modules["torch.distributed.distributed_c10d"]
         _register(c10d)
         _find_in_env(sys.modules["torch.distributed.rendezvous"])
-        if os.environ.get("UNICOLL_WATCH"):
-            _watch_with_first_group(c10d)
+        if os.environ.get("UNICOLL_WATCH") or os.environ.get("UNICOLL_REPLACE"):
+            _prepare_first_group(c10d)
 
 
 def _register(c10d: Any) -> None:
@@ -56,9 +58,9 @@ def _find_in_env(rendezvous: Any) -> None:
     torchs_handler = rendezvous._rendezvous_handlers["env"]
 
     def handler(*args: Any, **options: Any) -> Any:
-        if (
-            "unicoll.torch_plugin" in sys.modules
-            or "unicoll" not in (backend_of_init() or "").lower()
+        if "unicoll.torch_plugin" in sys.modules or (
+            "unicoll" not in (backend_of_init() or "").lower()
+            and not os.environ.get("UNICOLL_REPLACE")
         ):
             return torchs_handler(*args, **options)
         # The plug-in registers a handler that comes before this one.
@@ -69,27 +71,39 @@ def _find_in_env(rendezvous: Any) -> None:
     rendezvous._rendezvous_handlers["env"] = handler
 
 
-def _watch_with_first_group(c10d: Any) -> None:
-    """Call :func:`unicoll.torch_watch.watch` when torch makes a group, so that other processes
-    start nothing."""
+def _prepare_first_group(c10d: Any) -> None:
+    """Call :func:`unicoll.torch_watch.watch`, or import the plug-in, which replaces torch's
+    backends, when torch makes a group, so that other processes start nothing."""
     torchs_helper = c10d._new_process_group_helper
+    prepared = False
 
+    # The plug-in reads the signature.
+    @functools.wraps(torchs_helper)
     def helper(*args: Any, **options: Any) -> Any:
-        c10d._new_process_group_helper = torchs_helper
-        from unicoll.process import environment, logs
-
-        try:
-            if environment.flag("UNICOLL_WATCH"):
-                from unicoll.torch_watch import watch
-
-                watch()
-        except Exception as error:
-            # The program must not depend on the diagnosis.
-            logs.logger("watch").warning("UNICOLL_WATCH: torch's groups are not watched: %s", error)
-        # A call of watch() may have replaced it.
+        nonlocal prepared
+        if prepared:
+            return torchs_helper(*args, **options)
+        prepared = True
+        if os.environ.get("UNICOLL_REPLACE"):
+            import unicoll.torch_plugin  # noqa: F401
+        _watch()
+        # Both may have replaced it by functions that call this one.
         return c10d._new_process_group_helper(*args, **options)
 
     c10d._new_process_group_helper = helper
+
+
+def _watch() -> None:
+    from unicoll.process import environment, logs
+
+    try:
+        if environment.flag("UNICOLL_WATCH"):
+            from unicoll.torch_watch import watch
+
+            watch()
+    except Exception as error:
+        # The program must not depend on the diagnosis.
+        logs.logger("watch").warning("UNICOLL_WATCH: torch's groups are not watched: %s", error)
 
 
 def backend_of_init() -> str | None:

@@ -822,6 +822,7 @@ def test_an_error_names_the_root_cause(
         (["--logs-specs=x", "work.py"], "--logs-specs is not supported"),
         (["--mpi", "--nnodes=2", "work.py"], "--mpi is for one node"),
         (["--mpi", "--tee=1", "work.py"], "--tee cannot be used with --mpi"),
+        (["--replace-backend=gloo,glo", "work.py"], "gloo,glo has a name that is none of gloo, nccl"),
         (["--redirects=5", "work.py"], "--redirects 5"),
         (["--tee=3:1", "work.py"], "no local rank 3"),
         (["--signals-to-handle=SIGKILL", "work.py"], "SIGKILL"),

@@ -12,7 +12,13 @@ from tests.support.ranks import ROOT
 from unicoll.net.stores import HashStore
 from unicoll.process import environment
 
-KNOWN = {*environment.FLAGS, *environment.CHOICES, *environment.NUMBERS, *environment.TEXTS}
+KNOWN = {
+    *environment.FLAGS,
+    *environment.CHOICES,
+    *environment.NUMBERS,
+    *environment.LISTS,
+    *environment.TEXTS,
+}
 TABLE = ROOT / "unicoll" / "process" / "environment.py"
 NAME = re.compile(r"\bUNICOLL_[A-Z0-9_]*[A-Z0-9]\b")
 

@@ -274,11 +274,10 @@ def _shown(name: str, value: str) -> str:
 def _invalid() -> Iterator[str]:
     """Errors of :func:`unicoll.process.environment.check` for each variable."""
     for name, value in os.environ.items():
-        if name in (*environment.FLAGS, *environment.CHOICES, *environment.NUMBERS):
-            try:
-                environment.check({name: value})
-            except DistArgumentError as e:
-                yield str(e)
+        try:
+            environment.check({name: value})
+        except DistArgumentError as e:
+            yield str(e)
 
 
 PROBES: dict[str, Probe] = {

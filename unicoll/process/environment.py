@@ -56,6 +56,11 @@ NUMBERS = {
 }
 """Variables with whole numbers: minimum, maximum, default."""
 
+LISTS = {
+    "UNICOLL_REPLACE": ("gloo", "nccl"),
+}
+"""Variables with names, separated by commas, and all accepted names."""
+
 TEXTS = (
     "UNICOLL_CUDA_LIBRARY",
     "UNICOLL_HIP_LIBRARY",
@@ -155,6 +160,18 @@ def number(name: str, environ: Environ | None = None) -> int:
     return int(text)
 
 
+def names(name: str, environ: Environ | None = None) -> frozenset[str]:
+    """The names in a variable of :data:`LISTS`.
+
+    Raises:
+        DistArgumentError: one of them is not accepted.
+    """
+    found = frozenset(filter(None, map(str.strip, _text(name, environ).split(","))))
+    if found - {*LISTS[name]}:
+        raise _unknown(name, environ, f"has a name that is none of {', '.join(LISTS[name])}")
+    return found
+
+
 def port_range(environ: Environ | None = None) -> range | None:
     """The ports that ``UNICOLL_PORT_RANGE=first-last`` names; None if it is not set.
 
@@ -173,7 +190,7 @@ def port_range(environ: Environ | None = None) -> range | None:
 
 
 def check(environ: Environ | None = None) -> None:
-    """Check the values of all flags, choices and numbers that are set, and the port range.
+    """Check the values of all flags, choices, numbers and lists that are set, and the port range.
 
     Raises:
         DistArgumentError: a value is unknown; the message has the variable and the accepted values.
@@ -186,6 +203,8 @@ def check(environ: Environ | None = None) -> None:
             choice(name, given)
         elif name in NUMBERS:
             number(name, given)
+        elif name in LISTS:
+            names(name, given)
         elif name == "UNICOLL_PORT_RANGE":
             port_range(given)
     debug_level(given)
@@ -197,14 +216,14 @@ def unknown(environ: Environ | None = None) -> dict[str, str | None]:
 
     ``UNICOLL_TEST_...`` are left out: tests may have more of them.
     """
-    known = {*FLAGS, *CHOICES, *NUMBERS, *TEXTS}
+    known = {*FLAGS, *CHOICES, *NUMBERS, *LISTS, *TEXTS}
     ours = {
         name
         for name in (os.environ if environ is None else environ)
         if name.startswith(_PREFIX) and not name.startswith(_TEST_PREFIX)
     }
-    names = sorted(ours - known)
-    if not names:
+    others = sorted(ours - known)
+    if not others:
         return {}
     # The import is here because ``import unicoll`` loads this module, and few programs come this
     # far.
@@ -212,7 +231,7 @@ def unknown(environ: Environ | None = None) -> dict[str, str | None]:
 
     endings = [other.removeprefix(_PREFIX) for other in known]
     found: dict[str, str | None] = {}
-    for name in names:
+    for name in others:
         near = difflib.get_close_matches(name.removeprefix(_PREFIX), endings, 1)
         found[name] = f"{_PREFIX}{near[0]}" if near else None
     return found

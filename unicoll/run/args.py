@@ -20,7 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from unicoll.errors import DistArgumentError
 from unicoll.net.wire.interfaces import split_hostport
+from unicoll.process import environment
 from unicoll.run.cpu_affinity import BINDINGS, cpu_affinity, gpu_addresses
 from unicoll.run.flags import make_parser
 
@@ -44,7 +46,8 @@ class LaunchOptions:
     ``--local-rank`` as its first argument. ``matches`` maps OUT and ERR to the texts whose lines
     are also written to one file for all workers. ``affinity`` maps each local rank to the CPUs that
     it is bound to; it is empty without ``--numa-binding``. ``devices`` maps each local rank to the
-    variables that select its device with ``--virtual-local-rank``; else it is empty.
+    variables that select its device with ``--virtual-local-rank``; else it is empty. ``variables``
+    are those that other flags set for all workers.
     """
 
     mpi: bool
@@ -75,6 +78,7 @@ class LaunchOptions:
     matches: Mapping[int, tuple[str, ...]]
     affinity: Mapping[int, frozenset[int]]
     devices: Mapping[int, Mapping[str, str]]
+    variables: Mapping[str, str]
 
 
 def parse(argv: Sequence[str] | None = None, as_torchs_launch: bool = False) -> LaunchOptions:
@@ -138,6 +142,7 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
             cpu_affinity(parsed.numa_binding, nproc, _gpus(parsed)) if parsed.numa_binding else {}
         ),
         devices=_devices(nproc) if parsed.virtual_local_rank else {},
+        variables=_replaced_backends(parsed.replace_backend),
     )
     if options.mpi:
         _refuse_with_mpi(options)
@@ -186,6 +191,17 @@ def _max_restarts(parsed: argparse.Namespace) -> int:
     if parsed.max_restarts < 0:
         raise ValueError("--max-restarts must not be negative")
     return int(parsed.max_restarts)
+
+
+def _replaced_backends(text: str) -> dict[str, str]:
+    if not text:
+        return {}
+    variables = {"UNICOLL_REPLACE": text}
+    try:
+        environment.check(variables)
+    except DistArgumentError as error:
+        raise ValueError(f"--replace-backend: {error}") from None
+    return variables
 
 
 def _nodes(text: str, target: str) -> int:

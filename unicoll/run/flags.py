@@ -37,8 +37,8 @@ examples:
   {command} -n 4 -m package.train        a module, as python -m runs it
   two machines; the same on both, with the same UNICOLL_SECRET_FILE:
   {command} -n 8 --nnodes 2 --rdzv-endpoint first.example.org:29500 train.py""",
-        epilog="""The flags are torchrun's, except -n, --mpi, --grace, --no-prefix and --replace. Each may be set by
-PET_<NAME> in the environment, for example PET_NPROC_PER_NODE=4. Not supported: --logs-specs.""",
+        epilog="""The flags are torchrun's, except -n, --mpi, --replace-backend, --grace, --no-prefix and --replace.
+Each may be set by PET_<NAME> in the environment, for example PET_NPROC_PER_NODE=4. Not supported: --logs-specs.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -126,6 +126,11 @@ def _workers_flags(flags: _Flags) -> None:
         " are mpirun's"
     )
     flags.switch("mpi", mpi)
+    replaced = (
+        "torch's backends that mean unicoll's in the workers, gloo, nccl or gloo,nccl: sets"
+        " UNICOLL_REPLACE"
+    )
+    flags.value("replace-backend", "", "LIST", replaced)
     binding = f"bind each worker to the CPUs near its GPU: {', '.join(BINDINGS)}"
     flags.value("numa-binding", None, "MODE", binding)
     flags.switch("virtual-local-rank", "LOCAL_RANK is 0, and each worker sees its own GPU only")

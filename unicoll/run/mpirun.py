@@ -76,4 +76,5 @@ def run(options: LaunchOptions) -> NoReturn:
         )
     python = python_command(options.python)
     start = {"script": python, "module": [*python, "-m"], "command": []}[options.kind]
+    os.environ.update(options.variables)
     replace_process(program, options.nproc, [*start, options.target, *options.arguments])

@@ -246,6 +246,7 @@ def shared_environment(
         # MASTER_PORT is free for rank 0 to listen on. With "True" rank 0 of torch would expect a
         # store of the launcher there.
         TORCHELASTIC_USE_AGENT_STORE="False",
+        **options.variables,
         **place.environment,
         **job,
     )

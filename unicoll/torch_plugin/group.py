@@ -101,6 +101,40 @@ class Members:
         self.tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
 
 
+class GroupOptions:
+    """What torch's backends have as ``options``, read by programs: backend, timeout and members of
+    a group.
+
+    torch passes a copy of them to ``split_group``, where they have no effect.
+    """
+
+    def __init__(self, group: TorchProcessGroup) -> None:
+        self._group = group
+
+    def __deepcopy__(self, memo: Any) -> GroupOptions:
+        return self
+
+    @property
+    def backend(self) -> str:
+        return self._group.getBackendName()
+
+    @property
+    def group_name(self) -> str:
+        return self._group.getGroupName()
+
+    @property
+    def global_ranks_in_group(self) -> list[int]:
+        return list(self._group.unicoll.ranks)
+
+    @property
+    def _timeout(self) -> timedelta:
+        return self._group.timeout
+
+    @_timeout.setter
+    def _timeout(self, timeout: timedelta) -> None:
+        self._group.set_timeout(timeout)
+
+
 class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A process group of torch.distributed that runs its operations on a unicoll group. torch
     creates it.
@@ -137,7 +171,6 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         # It is None until set_timeout is called.
         self._default_timeout: timedelta | None = None
         self._extension = self._new_extension = timedelta(0)
-        self.options = None
         self.backend_spec: str | None = None
         if members is not None:
             self._set_members(members)
@@ -176,6 +209,11 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def getGroupName(self) -> str:
         return self._names[0]
+
+    def keep_name(self, backend: str) -> None:
+        """Have this be the name of the backend: torch's that was asked for in place of
+        unicoll's."""
+        self._backend = backend
 
     def setGroupName(self, name: str) -> None:
         self._names[0] = name
@@ -216,6 +254,10 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _enable_collectives_timing(self) -> None:
         pass
 
+    @property
+    def options(self) -> GroupOptions:
+        return GroupOptions(self)
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._default_timeout = timeout
 
@@ -229,8 +271,11 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @property
     def _timeout(self) -> timedelta | None:
         """The default timeout of operations; None for that of the unicoll group."""
-        if not self._extension:
-            return self._default_timeout
+        return self.timeout if self._extension else self._default_timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """The time limit of an operation that is called without one."""
         return (self._default_timeout or timedelta(seconds=self.unicoll.timeout)) + self._extension
 
     def _take_extension(self) -> Callable[[], None] | None:
@@ -431,7 +476,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             parent.choices,
             timeout,
             desc,
-            opts,
+            None if isinstance(opts, GroupOptions) else opts,
             parent.bound_device_id,
             parent,
         )

@@ -15,10 +15,15 @@ from unicoll.group import backend_choice
 from unicoll.group.arguments import DEFAULT_NAME
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_autoload import BACKENDS
-from unicoll.torch_plugin import compat, functional, rendezvous
+from unicoll.torch_plugin import compat, functional, rendezvous, replaced_backends
 from unicoll.torch_plugin.backend_names import MPI, spec_of
 from unicoll.torch_plugin.error_messages import adapt_for_torch
-from unicoll.torch_plugin.group import CoalescedWork, Members, TorchProcessGroup
+from unicoll.torch_plugin.group import (
+    CoalescedWork,
+    GroupOptions,
+    Members,
+    TorchProcessGroup,
+)
 from unicoll.torch_plugin.reconfigurable_group import ReconfigurableGroup
 from unicoll.torch_plugin.torch_job import join_torch_job
 from unicoll.torch_plugin.work import CompletedWork, TorchWork
@@ -49,6 +54,7 @@ def register() -> None:
     ):
         compat.inline_no_methods(cls)
     functional.register()
+    replaced_backends.install()
     rendezvous.register(
         lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False
     )
@@ -100,6 +106,8 @@ def _make(
     requested = compat.requested_group()
     if isinstance(pg_options, ProcessGroup):
         return WrappedProcessGroup(pg_options, requested)
+    if isinstance(pg_options, GroupOptions):
+        pg_options = None
     timeout = opts.timeout if opts is not None else requested.timeout
     torch_name = opts.group_id if opts is not None else requested.name or f"mpi:{ranks}"
     spec = spec_of(requested.backend or name)
@@ -165,8 +173,10 @@ def explain(group: Any = None) -> str:
     if not isinstance(pg, TorchProcessGroup):
         raise DistArgumentError(f"explain: {pg!r} is not a unicoll group")
     unicoll_group = pg.unicoll
+    replaced = replaced_backends.note()
     return "\n".join(
         [
+            *([replaced] if replaced else []),
             *pg.job.joined.notes,
             f"group {unicoll_group.name!r} of {unicoll_group.size()}: {unicoll_group.describe()}",
         ]

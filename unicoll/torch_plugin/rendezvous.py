@@ -25,6 +25,7 @@ from unicoll.process import logs
 from unicoll.process.timeouts import backoff, seconds_left
 from unicoll.torch_autoload import argument_of_init, backend_of_init
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
+from unicoll.torch_plugin.replaced_backends import meaning
 from unicoll.torch_plugin.stores import UnicollBackedStore
 
 log = logs.logger("torch")
@@ -49,7 +50,7 @@ def register(include_mpi: Callable[[], bool]) -> None:
         return
 
     def handler(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
-        backend = backend_of_init()
+        backend = meaning(backend_of_init())
         query = dict(parse_qsl(urlsplit(url).query))
         missing = [n for n in _TORCH_VARIABLES if not os.environ.get(n) and n.lower() not in query]
         complete = not missing and not os.environ.get("UNICOLL_STORE")
@@ -67,7 +68,7 @@ def register(include_mpi: Callable[[], bool]) -> None:
         return iter([_rendezvous(spec_of(backend), query, timeout)])
 
     def tcp_handler(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
-        backend = backend_of_init()
+        backend = meaning(backend_of_init())
         if backend is None or not names_unicoll(backend, include_mpi()):
             return torchs_tcp_handler(
                 url, **({} if timeout is None else {"timeout": timeout}), **options
