@@ -19,7 +19,7 @@ from tests.support.memory import freed
 from tests.support.on_ranks import on_ranks
 from tests.support.order import await_true, await_word, send_word
 from unicoll.calls import flight_recorder
-from unicoll.calls.call_site import user_frame
+from unicoll.calls.call_site import caller_frame
 from unicoll.calls.flight_recorder import ring
 from unicoll.diagnosis import wait_monitor
 from unicoll.diagnosis.recorder_contents import RecordedCall, recorded_calls
@@ -118,7 +118,7 @@ def test_a_call_without_a_call_site() -> None:
 def test_a_users_module_whose_name_begins_as_the_librarys() -> None:
     names = {"__name__": "unicoll_train", "getframe": sys._getframe}
     exec("frame = getframe()", names)
-    assert user_frame(names["frame"]).f_globals is names  # type: ignore[arg-type]
+    assert caller_frame(names["frame"]).f_globals is names  # type: ignore[arg-type]
 
 
 @on_ranks(2, env={})
@@ -230,7 +230,7 @@ def test_a_ring_of_no_entries_costs_nothing() -> None:
 
     me = dist.get_rank()
     x, y = np.ones(1), np.ones(1)
-    dispatcher.monotonic = dispatcher.user_frame = flight_recorder.entry = refuse  # type: ignore[assignment]
+    dispatcher.monotonic = dispatcher.caller_frame = flight_recorder.entry = refuse  # type: ignore[assignment]
     flight_recorder.PendingEntry = refuse  # type: ignore[misc, assignment]
     dist.all_reduce(x)
     work = dist.all_reduce(x, async_op=True)

@@ -21,13 +21,13 @@ from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.calls.call import Call
-from unicoll.calls.call_site import site_of, user_frame
+from unicoll.calls.call_site import caller_frame, place_of, site_of
 from unicoll.process.environment import number
 
 MessageDetail = tuple[tuple[int, ...], int, "int | None"]
 Entry = tuple[Any, ...]
 """A call that has ended: kind, sequence number, start, end (on the clock of ``time.monotonic``),
-and the call site as code object and offset, or as ``file:line`` and 0. If it failed, the error as
+and the place of the call (:func:`unicoll.calls.call_site.place_of`). If it failed, the error as
 text follows; of a message the error or "", and shape, peer and tag."""
 
 _MAX_ERROR = 1000
@@ -180,7 +180,7 @@ def begin(
     if not calls_ring.maxlen:
         return []
     created = started or monotonic()
-    site = calls[0].site or site_of(frame or user_frame(sys._getframe(1)))
+    site = calls[0].site or site_of(frame or caller_frame(sys._getframe(1)))
     pending = []
     for kind, call in zip(kinds, calls, strict=True):
         own = kind.of_message(call) if call.op.message else kind
@@ -215,12 +215,12 @@ def end(pending: Sequence[PendingEntry], error: BaseException | None) -> None:
 
 def entry(kind: CallKind, call: Call, begun: float, frame: FrameType, error: str = "") -> Entry:
     """What the ring gets of a blocking call that has ended, made in ``frame``."""
+    code, offset = place_of(frame)
     if call.op.message:
-        detail = message_detail(call)
-        return (kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti, error, detail)
+        return (kind, call.seq, begun, monotonic(), code, offset, error, message_detail(call))
     if error:
-        return (kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti, error)
-    return (kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti)
+        return (kind, call.seq, begun, monotonic(), code, offset, error)
+    return (kind, call.seq, begun, monotonic(), code, offset)
 
 
 def message_detail(call: Call) -> MessageDetail:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sysconfig
 import threading
 import time
 from collections.abc import Sequence
@@ -19,15 +18,14 @@ from types import FrameType
 from typing import Any
 
 from unicoll.backend.contract import Job
+from unicoll.calls.call_site import is_users
 from unicoll.diagnosis.recorder_contents import RecordedCall
 from unicoll.net.control.clock import Offset, now
-from unicoll.process.excepthook import PACKAGES
 from unicoll.process.thread_frames import ThreadFrames, outwards
 
 FORMAT = "unicoll flight recorder"
 _VERSION = 1
 _MAX_FRAMES = 100
-_PACKAGES = (*PACKAGES, "torch")
 
 Content = dict[str, Any]
 
@@ -95,16 +93,13 @@ def threads(omitted: str) -> list[Content]:
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    library = tuple(
-        sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    )
     found = []
     with ThreadFrames() as frames:
         for ident in sorted(frames, key=lambda each: each != main):
             if names.get(ident) == omitted:
                 continue
             stack = list(islice(outwards(frames[ident]), _MAX_FRAMES))
-            users = [frame for frame in stack if _is_users(frame, library)]
+            users = [frame for frame in stack if is_users(frame)]
             found.append(
                 {
                     "name": names.get(ident, str(ident)),
@@ -119,12 +114,6 @@ def threads(omitted: str) -> list[Content]:
         # The frames of all threads keep arrays alive, too.
         del frames
     return found
-
-
-def _is_users(frame: FrameType, library: tuple[str, ...]) -> bool:
-    file = frame.f_code.co_filename
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package not in _PACKAGES and not file.startswith((*library, "<frozen"))
 
 
 def _position(frame: FrameType) -> Content:

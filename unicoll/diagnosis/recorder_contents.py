@@ -6,12 +6,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from math import prod
-from types import CodeType
 from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.calls import flight_recorder, thread_activity
-from unicoll.calls.call_site import line_of, site_of
+from unicoll.calls.call_site import place_text, site_of
 from unicoll.calls.flight_recorder import (
     ArrayKind,
     CallKind,
@@ -97,13 +96,11 @@ def recorded_calls(job: int = 0) -> list[RecordedCall]:
 def _ended(entry: tuple[Any, ...]) -> RecordedCall:
     kind, seq, begun, ended, site, offset = entry[:6]
     error = entry[6] if len(entry) > 6 else ""
-    if isinstance(site, CodeType):
-        site = f"{site.co_filename}:{line_of(site, offset)}"
     state = "failed" if error else "completed"
     return _record(
         kind,
         seq,
-        site,
+        place_text(site, offset),
         state,
         (begun, begun, ended),
         True,

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from unicoll.calls.call_site import users_part
 from unicoll.diagnosis.recorder_contents import RecordedCall
 
 PREFIX = "nccl_trace_rank_"
@@ -156,7 +157,7 @@ def _entry(
     if is_message:
         source, target = (0, 1) if members[0] < members[1] else (1, 0)
         name = f"send {source}->{target}" if call.op == "send" else f"recv {target}<-{source}"
-    file, _, line = call.site.rpartition(":")
+    file, _, line = users_part(call.site).rpartition(":")
     types = [_DTYPES.get(dtype.name, dtype.name) for dtype, _ in (call.inputs or call.outputs)[:1]]
     return {
         "record_id": 0,

@@ -21,7 +21,7 @@ from unicoll.arrays.types import Reduction
 from unicoll.backend.contract import Backend, Context
 from unicoll.calls import flight_recorder
 from unicoll.calls.call import Call
-from unicoll.calls.call_site import call_site, site_of, user_frame
+from unicoll.calls.call_site import call_site, caller_frame, site_of, users_files
 from unicoll.calls.error_marks import mark_unchanged
 from unicoll.calls.flight_recorder import CallKind, failure_text
 from unicoll.calls.ops import PROBE, Arity, Op, Sizes
@@ -136,7 +136,7 @@ class Dispatcher:
         # the method. Then the frame of the caller is taken without a look at the modules of the
         # frames, which would take longer.
         try:
-            frame = _getframe(3) if settings.by_functions else user_frame(_getframe(2))
+            frame = _getframe(3) if settings.by_functions else caller_frame(_getframe(2))
         except ValueError:
             # No Python code has called the public function: it is the target of a thread, for
             # example.
@@ -166,7 +166,11 @@ class Dispatcher:
             else:
                 # The code and the offset stay in the ring, not the frame, which would keep the
                 # caller's arrays alive. The line is computed when the ring is read.
-                record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
+                code = frame.f_code
+                if code.co_filename in users_files:
+                    record((kind, call.seq, begun, monotonic(), code, frame.f_lasti))
+                else:
+                    record(flight_recorder.entry(kind, call, begun, frame))
         finally:
             _leave(activity)
         return None
@@ -262,7 +266,7 @@ class Dispatcher:
                 run(call)
             return
         try:
-            frame = _getframe(4) if settings.by_functions else user_frame(_getframe(3))
+            frame = _getframe(4) if settings.by_functions else caller_frame(_getframe(3))
         except ValueError:
             frame = _getframe(3)
         begun = monotonic()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import ALL_DTYPES, DType, Reduction
 from unicoll.calls.call import Call
-from unicoll.calls.call_site import line_of, user_frame
+from unicoll.calls.call_site import caller_frame, place_of, place_text
 from unicoll.calls.flight_recorder import CallKind, failure_text
 from unicoll.calls.ops import OPS, Op
 from unicoll.errors import DistError
@@ -126,9 +126,8 @@ class TorchCall:
     __slots__ = (
         "_arguments",
         "_call",
-        "_code",
-        "_offset",
         "_options",
+        "_place",
         "counted",
         "created",
         "ended",
@@ -172,11 +171,7 @@ class TorchCall:
         self._options = options and {
             name: _described(argument) for name, argument in options.items()
         }
-        # The frame itself is not kept, because it keeps the arrays of the caller alive. The line is
-        # computed from these two when it is read.
-        frame = user_frame(frame)
-        self._code = frame.f_code
-        self._offset = frame.f_lasti
+        self._place = place_of(caller_frame(frame))
         self._call: WatchedCall | None = None
         self.created = monotonic()
 
@@ -187,8 +182,8 @@ class TorchCall:
 
     @property
     def site(self) -> str:
-        """``file:line`` of the caller."""
-        return f"{self._code.co_filename}:{line_of(self._code, self._offset)}"
+        """The place of the caller."""
+        return place_text(*self._place)
 
     @property
     def kind(self) -> CallKind:

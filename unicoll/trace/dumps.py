@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from unicoll.arrays.types import BY_NAME
+from unicoll.calls.call_site import users_part
 from unicoll.diagnosis.dump_format import FORMAT
 from unicoll.diagnosis.recorder_contents import RecordedCall
 from unicoll.net.objects.received_json import MALFORMED, read_json
@@ -52,8 +53,9 @@ class Call(RecordedCall):
 
     @property
     def place(self) -> str:
-        """The caller's line, without the directory."""
-        return os.path.basename(self.site)
+        """The user's line, without the directory; behind it that of a framework."""
+        users = users_part(self.site)
+        return os.path.basename(users) + self.site[len(users) :]
 
 
 @dataclass(frozen=True)
