@@ -98,7 +98,15 @@ dist.init_process_group("unicoll")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 if dist.get_rank() == 1:
     sys.exit(3)
-model(torch.ones(3, 4)).sum().backward()
+loss = model(torch.ones(3, 4)).sum()
+if sys.argv[1:] == ["caught"]:
+    import unicoll
+    try:
+        loss.backward()
+    except unicoll.RankLostError as error:
+        print(f"caught {type(error).__name__}: rank {error.rank}, context {error.__context__}")
+        sys.exit()
+loss.backward()
 """
 SPAWNED = """
 import os, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -123,6 +131,13 @@ def test_an_error_in_the_backward_pass_has_no_frames_of_unicoll(tmp_path: Path) 
     assert "RankLostError: all_reduce(float32[10], SUM)" in errors
     assert "At:" not in errors
     assert ".py(" not in errors
+
+
+def test_an_error_in_the_backward_pass_has_its_type(tmp_path: Path) -> None:
+    """torch's C++ code raises a RuntimeError with its text."""
+    (tmp_path / "train.py").write_text(BACKWARD)
+    lines, errors = launched(OURS, "caught", program=tmp_path / "train.py", code=None)
+    assert lines == ["caught RankLostError: rank 1, context None"], errors
 
 
 def test_an_error_under_torchs_spawn_has_no_frames_of_unicoll(tmp_path: Path) -> None:

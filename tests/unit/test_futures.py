@@ -62,6 +62,23 @@ def test_of_work_on_torch_tensors() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.torch
+def test_an_error_that_torch_shows_has_no_frames_of_unicoll() -> None:
+    """Ray Train and programs print its text, in which ``At:`` and a line for each frame displace the message."""
+    torch: Any = pytest.importorskip("torch")
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        late: Any = dist.irecv(torch.ones(1), 0, timeout=0.1)
+        future = late.get_future()
+        for ask in (future.wait, future.value):
+            with pytest.raises(RuntimeError, match="OperationTimeoutError: recv.* timed out") as raised:
+                ask()
+            assert "At:" not in str(raised.value)
+            assert ".py" not in str(raised.value).partition(" at ")[0]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_of_work_on_numpy_arrays() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1)
     try:

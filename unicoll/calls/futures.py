@@ -95,9 +95,8 @@ def torch_future(
     on_device = len(outputs) > 0 and (outputs[0].is_cuda or outputs[0].is_xpu)
     devices = [outputs[0].device] if on_device and value is None else None
     if devices is None or not work.orders_streams:
-        return _at_end(
-            torch.futures.Future(devices=devices), work, value or partial(_waited, work, outputs)
-        )
+        at_end = _torch_at_end if devices is None else _device_at_end
+        return at_end(torch, devices, work, value or partial(_waited, work, outputs))
     module = torch.get_device_module(outputs[0].device)
     # The stream is one of torch's pool. It waits for the operation, and set_result() records an
     # event on it; the caller's own stream does not wait.
@@ -106,7 +105,9 @@ def torch_future(
         try:
             work.wait()
         except Exception as error:
-            return _failed(ended, error)
+            future = ended.then(torch._C.Future.value)
+            _fail(ended, error)
+            return future
         ended.set_result(outputs)
     return ended
 
@@ -125,7 +126,8 @@ def python_future(
 
     ended: Future[Any] = Future()
     ended.set_running_or_notify_cancel()
-    made: Future[Any] = _at_end(ended, work, value or result)
+    made = ended.then(lambda _: (value or result)())
+    work.add_done_callback(lambda: ended.set_result([]))
     return made
 
 
@@ -136,7 +138,10 @@ def _waited(work: Operation, outputs: Sequence[Any]) -> Sequence[Any]:
     return outputs
 
 
-def _at_end(ended: Any, work: Operation, value: Callable[[], Any]) -> Any:
+def _device_at_end(torch: Any, devices: Any, work: Operation, value: Callable[[], Any]) -> Any:
+    ended = torch.futures.Future(devices=devices)
+
+    # It runs on streams of the future's own, on which arrays are unpacked.
     def result(_: Any) -> Any:
         try:
             return value()
@@ -144,18 +149,58 @@ def _at_end(ended: Any, work: Operation, value: Callable[[], Any]) -> Any:
             excepthook.for_future(error)
             raise error
 
-    # A torch future gets an error only from such a callback.
     future = ended.then(result)
     work.add_done_callback(lambda: ended.set_result(None))
     return future
 
 
-def _failed(ended: Any, error: Exception) -> Any:
-    def fail(_: Any) -> Any:
-        if isinstance(error, DistError):
-            excepthook.for_future(error)
-        raise error
+def _torch_at_end(torch: Any, devices: Any, work: Operation, value: Callable[[], Any]) -> Any:
+    ended = torch.futures.Future()
+    # A future of torch gets an error only from a callback. The text of an error that this function
+    # of C++ raises has no lines with the frames of Python that have called it.
+    future = ended.then(torch._C.Future.value)
 
-    future = ended.then(fail)
-    ended.set_result([])
+    def end() -> None:
+        try:
+            outputs = value()
+        except BaseException as error:
+            _fail(ended, error)
+        else:
+            ended.set_result(outputs)
+
+    work.add_done_callback(end)
     return future
+
+
+def _fail(ended: Any, error: BaseException) -> None:
+    """End a future of torch whose ``value`` raises an error from now on."""
+    if isinstance(error, DistError):
+        excepthook.for_future(error)
+    ended._set_unwrap_func(_raiser(error))
+    ended.set_result([])
+
+
+def _raiser(error: BaseException) -> Callable[[Any], Any]:
+    """A function that raises an error. At debug level DETAIL it has frames of Python."""
+    if excepthook.shows_all_frames():
+
+        def fail(_: Any) -> None:
+            raise error
+
+        return fail
+    import asyncio
+
+    # The iterator of such a future raises its error in C.
+    failed: asyncio.Future[Any] = asyncio.Future(loop=_NoLoop())  # type: ignore[arg-type]
+    failed.set_exception(error)
+    return partial(next, iter(failed))
+
+
+class _NoLoop:
+    """What a future of asyncio asks of its loop."""
+
+    def get_debug(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: object) -> None:
+        """Nobody has asked for the error."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unicoll.errors import DistError
-from unicoll.process import logs
+from unicoll.process import excepthook, logs
 from unicoll.torch_autoload import caller
 
 TESTED = ("2.6.0", "2.13.0", "2.15.0")
@@ -224,6 +224,28 @@ def _replace_gradients(cls: type[Any]) -> None:
     both.backward, single.backward = staticmethod(gathered), staticmethod(gathered_into_tensor)
 
 
+def _replace_backward() -> None:
+    """Have ``backward`` raise the error of an operation itself, of which torch's C++ code (DDP's)
+    raises a RuntimeError with its text."""
+    torchs: Any = torch.autograd._engine_run_backward
+    if torchs.__module__ == __name__:
+        return
+
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return torchs(*args, **options)
+        except RuntimeError as error:
+            found = excepthook.origin(error)
+            if found is error:
+                raise
+        # It is raised out here so that the RuntimeError is not its context.
+        raise found
+
+    run.__module__ = __name__
+    inline_not(run)
+    torch.autograd._engine_run_backward = run
+
+
 _ended: ContextVar[list[DistError] | None] = ContextVar("_ended", default=None)
 """In a call of ``destroy_process_group``: the errors of the groups that it has shut down so far."""
 
@@ -269,6 +291,7 @@ def dispatch(cls: type[Any]) -> None:
       The former raises what ``shutdown`` of a group raises once it has removed the groups.
     * ``_set_pg_timeout`` and ``_add_ephemeral_timeout_for_all_pgs`` set timeouts of torch's own
       classes only.
+    * ``backward`` raises the errors of operations of DDP as RuntimeErrors.
     * The gradients of gathers in ``torch.distributed.nn.functional`` use reduce_scatter over NCCL
       and XCCL only.
     * torch's flight recorder (2.15 and newer) cannot be attached. Its hooks run in the C++ dispatch
@@ -338,6 +361,7 @@ def dispatch(cls: type[Any]) -> None:
     replace("_set_pg_timeout", set_timeout)
     replace("_add_ephemeral_timeout_for_all_pgs", extend_timeouts)
     _replace_gradients(cls)
+    _replace_backward()
     replace("monitored_barrier", barrier)
     replace("batch_isend_irecv", batch)
     replace("_get_split_source", calling(lambda pg: pg.skip_split()))
