@@ -102,6 +102,12 @@ def test_the_launchers_flag(flag: bool, tmp_path: Path, installed: Path) -> None
     assert any(NOTE in line for line in lines) == flag
 
 
+@pytest.fixture
+def installed_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replaced_backends, "_installed", True)
+
+
+@pytest.mark.usefixtures("installed_in_torch")
 @pytest.mark.parametrize(
     ("value", "asked", "meant"),
     [
@@ -123,6 +129,7 @@ def test_what_a_name_means(value: str, asked: str, meant: str, monkeypatch: pyte
     assert replaced_backends.meaning(asked) == meant
 
 
+@pytest.mark.usefixtures("installed_in_torch")
 def test_a_group_with_another_backend_stays_torchs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,6 +141,7 @@ def test_a_group_with_another_backend_stays_torchs(
     ]
 
 
+@pytest.mark.usefixtures("installed_in_torch")
 def test_an_unknown_name_in_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNICOLL_REPLACE", "ucc")
     with pytest.raises(

@@ -71,7 +71,7 @@ def test_an_error_that_torch_shows_has_no_frames_of_unicoll() -> None:
         late: Any = dist.irecv(torch.ones(1), 0, timeout=0.1)
         future = late.get_future()
         for ask in (future.wait, future.value):
-            with pytest.raises(RuntimeError, match="OperationTimeoutError: recv.* timed out") as raised:
+            with pytest.raises(RuntimeError, match=r"OperationTimeoutError: recv.* timed out") as raised:
                 ask()
             assert "At:" not in str(raised.value)
             assert ".py" not in str(raised.value).partition(" at ")[0]

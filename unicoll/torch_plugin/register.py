@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from unicoll.errors import DistArgumentError, DistError, NotInitializedError
 from unicoll.group import backend_choice
 from unicoll.group.arguments import DEFAULT_NAME
 from unicoll.group.process_group import ProcessGroup
+from unicoll.process.formatting import ranks_text
 from unicoll.torch_autoload import BACKENDS
 from unicoll.torch_plugin import compat, functional, rendezvous, replaced_backends
 from unicoll.torch_plugin.backend_names import MPI, spec_of
@@ -28,6 +30,8 @@ from unicoll.torch_plugin.reconfigurable_group import ReconfigurableGroup
 from unicoll.torch_plugin.torch_job import join_torch_job
 from unicoll.torch_plugin.work import CompletedWork, TorchWork
 from unicoll.torch_plugin.wrapped_group import WrappedProcessGroup
+
+_LONGEST_NAME = 60
 
 
 def register() -> None:
@@ -141,7 +145,7 @@ def _make(
         and world.bound_device_id is not None
     )
     parent = world.unicoll if splits else None
-    group_name = DEFAULT_NAME if is_default else torch_name
+    group_name = DEFAULT_NAME if is_default else _members_name(job_ranks)
     unicoll_group = job.make(
         group_name, job_ranks, choices, timeout, desc, pg_options, requested.device, parent
     )
@@ -152,6 +156,16 @@ def _make(
         job.joined.default = unicoll_group
         init.enter_world(job.joined)
     return group
+
+
+def _members_name(ranks: list[int]) -> str:
+    """The name of a group in errors and records: its ranks in the job. torch's is a number or a
+    hash, and its description need not be equal on all ranks."""
+    text = ranks_text(ranks)
+    if len(text) <= _LONGEST_NAME:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{text[:_LONGEST_NAME].rpartition(',')[0]}, ... ({len(ranks)} ranks, {digest})"
 
 
 def explain(group: Any = None) -> str:

@@ -21,11 +21,14 @@ from unicoll.torch_plugin.group import TorchProcessGroup
 _VARIABLE = "UNICOLL_REPLACE"
 
 log = logs.logger("torch")
+_installed = False
+"""True if torch's function has been replaced. Without the variable it is not, since tracebacks of
+errors would have a frame more."""
 
 
 def note() -> str:
     """For logs and :func:`unicoll.torch_plugin.explain`: which names are replaced; "" if none."""
-    names = sorted(environment.names(_VARIABLE))
+    names = sorted(_replaced())
     if not names:
         return ""
     pairs = ", ".join(f"{name!r} means 'unicoll-{name}'" for name in names)
@@ -43,7 +46,7 @@ def meaning(backend: str | None) -> str | None:
     Raises:
         DistArgumentError: the variable has another name.
     """
-    replaced = environment.names(_VARIABLE)
+    replaced = _replaced()
     if not replaced or backend is None:
         return backend
     _log_once()
@@ -67,8 +70,16 @@ def meaning(backend: str | None) -> str | None:
 
 
 def install() -> None:
-    """Have torch make unicoll's groups for the replaced names; repeated calls do nothing."""
-    compat.replace("_new_process_group_helper", _making)
+    """Have torch make unicoll's groups for the replaced names, if there are any now; repeated calls
+    do nothing."""
+    global _installed
+    if environment.names(_VARIABLE):
+        compat.replace("_new_process_group_helper", _making)
+        _installed = True
+
+
+def _replaced() -> frozenset[str]:
+    return environment.names(_VARIABLE) if _installed else frozenset()
 
 
 @cache

@@ -191,7 +191,7 @@ def _recorded(k: Kit, reduce: Callable[[Any], object]) -> dict[str, int]:
     while kept() is not None and time.monotonic() < deadline:  # the watchdog has another thread let go of it
         time.sleep(0.02)
     assert kept() is None, "a tensor of a graph is still held"
-    return {"works with tensors": sum(not work.released for work in world._works._held.values())}
+    return {"works with tensors": sum(not work.released for work in world.members.works._held.values())}
 
 
 def a_graph_of_a_blocking_all_reduce(k: Kit) -> dict[str, int]:
