@@ -69,6 +69,32 @@ def test_a_program_without_destroy_process_group() -> None:
     assert errors == ""
 
 
+ALONE = """
+import os, sys, torch, torch.distributed as dist, unicoll.torch_plugin
+
+dist.init_process_group("unicoll")
+if "pair" in sys.argv:
+    pair = dist.new_group([0, 1])
+    dist.broadcast(torch.ones(1), 0, group=pair)
+    dist.destroy_process_group(pair)
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+if "destroy" in sys.argv:
+    dist.destroy_process_group()
+if "raise" in sys.argv:
+    raise ValueError("an error of the program")
+"""
+
+
+@pytest.mark.every(n=2)
+@pytest.mark.parametrize(("words", "warns"), [("", 1), ("destroy", 1), ("pair destroy", 0), ("raise", 0)])
+def test_ranks_that_have_not_communicated_are_told_so_once(words: str, warns: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    _, errors = launched(OURS, *words.split(), program=tmp_path / "train.py", code=None)
+    assert errors.count("2 ranks joined, but this one made no call in their groups") == warns, errors
+
+
 def test_a_dead_rank_is_named() -> None:
     lines, _ = launched(OURS, "unicoll-gloo", "die", code=None)
     assert len(lines) == 1

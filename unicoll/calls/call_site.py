@@ -122,9 +122,14 @@ def users_part(site: str) -> str:
 
 def _users_frame(frame: FrameType) -> FrameType:
     """The first frame from ``frame`` outwards that is the user's; ``frame`` if there is none."""
-    if frame.f_code.co_filename in users_files:
-        return frame
-    return next(filter(is_users, outwards(frame)), frame)
+    found: FrameType | None = frame
+    # Every call of a framework comes here, so the names of files are compared without a call.
+    while found is not None:
+        file = found.f_code.co_filename
+        if file in users_files or (file not in _installed_files and is_users(found)):
+            return found
+        found = found.f_back
+    return frame
 
 
 def is_users(frame: FrameType) -> bool:

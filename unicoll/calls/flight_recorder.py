@@ -58,6 +58,11 @@ def snapshot() -> list[Any]:
     return list(ring().copy())
 
 
+def kinds() -> list[CallKind]:
+    """The kinds of the calls in the ring."""
+    return [entry[0] if isinstance(entry, tuple) else entry.kind for entry in snapshot()]
+
+
 def replace_ring(size: int | None) -> None:
     """Have later calls recorded in a ring of ``size`` entries, at first empty.
 

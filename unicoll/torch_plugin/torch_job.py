@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from unicoll.api import world
@@ -13,11 +14,15 @@ from unicoll.arrays.types import default_pg_timeout
 from unicoll.backend.contract import Context, Job
 from unicoll.bootstrap import enter
 from unicoll.bootstrap.resolve import JoinRequest
+from unicoll.calls import flight_recorder
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
+from unicoll.process import logs
 from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
 
 _RENDEZVOUS_TIMEOUT_S = 300.0
+
+log = logs.logger("torch")
 
 
 class TorchJob:
@@ -104,6 +109,25 @@ def join_torch_job(
     else:
         location = TorchStoreLocation(store) if store is not None else None
         joined = enter.join(replace(request, store=location))
+    if joined.rank == 0 and joined.size > 1:
+        joined.on_leave.append(partial(_warn_without_calls, joined))
     job = TorchJob(joined)
     job.store = inner
     return job
+
+
+def _warn_without_calls(job: Job) -> None:
+    """Log that the ranks of a job have not communicated, when this process leaves it."""
+    # A forked child does not leave it, and a program that has failed says so itself.
+    ends_well = job.error is None or (isinstance(job.error, SystemExit) and not job.error.code)
+    if job.forked or not ends_well or not flight_recorder.ring().maxlen:
+        return
+    if any(call.job == job.number for call in flight_recorder.kinds()):
+        return
+    log.warning(
+        "%d ranks joined, but this one made no call in their groups: each rank worked alone. A"
+        " framework that is not told to use several processes trains a model of its own on each"
+        " rank: on a CPU accelerate needs Accelerator(cpu=True), and transformers"
+        " TrainingArguments(use_cpu=True)",
+        job.size,
+    )
