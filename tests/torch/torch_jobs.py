@@ -664,6 +664,7 @@ def unicoll_functions(directory: str) -> None:
 
 def a_part_that_torch_has_not_registered() -> None:
     """Its group is closed with the job."""
+    dist.barrier()
     world: Any = dist.group.WORLD
     world.split_group([0] if me() == 0 else list(range(1, size())))
     dist.destroy_process_group()
@@ -686,6 +687,7 @@ def joined_without_metrics(backend: str) -> str:
 
 def both_ways_end(by_unicoll: bool) -> None:
     """One call destroys the default groups of torch and of unicoll, and all others."""
+    dist.barrier()
     dist.new_group([0, 1])
     unicoll.new_group([0, 1])
     assert "torch.distributed.init_process_group makes it" in error_of(unicoll.init_process_group)

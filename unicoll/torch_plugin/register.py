@@ -27,7 +27,7 @@ from unicoll.torch_plugin.group import (
     TorchProcessGroup,
 )
 from unicoll.torch_plugin.reconfigurable_group import ReconfigurableGroup
-from unicoll.torch_plugin.torch_job import join_torch_job
+from unicoll.torch_plugin.torch_job import join_torch_job, warn_without_calls
 from unicoll.torch_plugin.work import CompletedWork, TorchWork
 from unicoll.torch_plugin.wrapped_group import WrappedProcessGroup
 
@@ -155,6 +155,7 @@ def _make(
     if is_default:
         job.joined.default = unicoll_group
         init.enter_world(job.joined)
+        warn_without_calls(job.joined)
     return group
 
 

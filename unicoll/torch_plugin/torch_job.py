@@ -109,15 +109,18 @@ def join_torch_job(
     else:
         location = TorchStoreLocation(store) if store is not None else None
         joined = enter.join(replace(request, store=location))
-    if joined.rank == 0 and joined.size > 1:
-        joined.on_leave.append(partial(_warn_without_calls, joined))
     job = TorchJob(joined)
     job.store = inner
     return job
 
 
+def warn_without_calls(job: Job) -> None:
+    """When this process leaves a job, log that its ranks have not communicated; once, on rank 0."""
+    if job.rank == 0 and job.size > 1:
+        job.on_leave.append(partial(_warn_without_calls, job))
+
+
 def _warn_without_calls(job: Job) -> None:
-    """Log that the ranks of a job have not communicated, when this process leaves it."""
     # A forked child does not leave it, and a program that has failed says so itself.
     ends_well = job.error is None or (isinstance(job.error, SystemExit) and not job.error.code)
     if job.forked or not ends_well or not flight_recorder.ring().maxlen:
