@@ -19,9 +19,21 @@ if importlib.util.find_spec("torch") is None:
     pytest.skip("torch is not installed", allow_module_level=True)
 
 from tests.torch import torch_jobs as jobs
+from unicoll.torch_plugin.register import _members_name
 
 pytestmark = pytest.mark.torch
 Run = Callable[..., list[Any]]
+
+
+def test_the_names_of_large_groups_are_short_and_differ() -> None:
+    short, even, odd = (_members_name(list(range(*each))) for each in ((512,), (0, 99, 2), (1, 99, 2)))
+    assert short == "ranks 0-511"
+    assert even.startswith("ranks 0, 2, 4, ")
+    assert ", ... (50 ranks, " in even
+    assert len(even) < 100
+    others = _members_name([*range(0, 97, 2), 99])
+    assert others.partition("(")[0] == even.partition("(")[0]
+    assert len({even, odd, others}) == 3
 
 
 def ended(job: ProcessJob) -> None:

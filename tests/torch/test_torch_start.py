@@ -92,7 +92,7 @@ if "raise" in sys.argv:
 def test_ranks_that_have_not_communicated_are_told_so_once(words: str, warns: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ALONE)
     _, errors = launched(OURS, *words.split(), program=tmp_path / "train.py", code=None)
-    assert errors.count("2 ranks joined, but this one made no call in their groups") == warns, errors
+    assert errors.count("2 ranks joined, but rank 0 made no call in their groups") == warns, errors
 
 
 def test_a_dead_rank_is_named() -> None:

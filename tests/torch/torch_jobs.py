@@ -501,8 +501,12 @@ def groups() -> None:
         dist.all_reduce(x, group=alone)
         same(x, mine())
         dist.destroy_process_group(alone)
-    pair = dist.new_group([0, 1])
+    pair, same_pair = dist.new_group([0, 1]), dist.new_group([0, 1])
     if me() < 2:
+        names = {group.unicoll.name for group in (pair, same_pair)}
+        # The job may have had others of these ranks.
+        assert {name.partition("#")[0] for name in names} == {"ranks 0, 1"}
+        assert len(names) == 2
         x = torch.tensor([me() + 1.0])
         dist.all_reduce(x, group=pair)
         assert x.item() == 3

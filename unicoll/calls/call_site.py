@@ -97,10 +97,8 @@ def place_of(frame: FrameType) -> tuple[CodeType | Via, int]:
     return Via(user.f_code, user.f_lasti, frame.f_code, frame.f_lasti), 0
 
 
-def place_text(code: CodeType | Via | str, offset: int) -> str:
-    """A place of :func:`place_of` as text; one that is text already itself."""
-    if isinstance(code, str):
-        return code
+def place_text(code: CodeType | Via, offset: int) -> str:
+    """A place of :func:`place_of` as text, as of :func:`site_of`."""
     if isinstance(code, CodeType):
         return f"{code.co_filename}:{line_of(code, offset)}"
     line = line_of(code.frameworks_code, code.frameworks_offset)

@@ -58,9 +58,10 @@ def snapshot() -> list[Any]:
     return list(ring().copy())
 
 
-def kinds() -> list[CallKind]:
-    """The kinds of the calls in the ring."""
-    return [entry[0] if isinstance(entry, tuple) else entry.kind for entry in snapshot()]
+def call_kind(entry: Any) -> CallKind:
+    """The kind of the call of an entry of the ring."""
+    kind: CallKind = entry[0] if isinstance(entry, tuple) else entry.kind
+    return kind
 
 
 def replace_ring(size: int | None) -> None:

@@ -16,6 +16,7 @@ from unicoll.calls.flight_recorder import (
     CallKind,
     MessageDetail,
     PendingEntry,
+    call_kind,
     message_detail,
     ring,
 )
@@ -83,11 +84,10 @@ def recorded_calls(job: int = 0) -> list[RecordedCall]:
 
     ``job`` is the number of the job whose calls are wanted; 0 means all.
     """
-    entries = [(e[0] if isinstance(e, tuple) else e.kind, e) for e in flight_recorder.snapshot()]
     found = [
         _ended(e) if isinstance(e, tuple) else _pending(e)
-        for kind, e in entries
-        if job in (0, kind.job)
+        for e in flight_recorder.snapshot()
+        if job in (0, call_kind(e).job)
     ]
     found += [_running_call(a) for a in _running() if a.kind is not None and job in (0, a.kind.job)]
     return sorted(found, key=lambda call: call.created)

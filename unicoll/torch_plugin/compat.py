@@ -243,7 +243,8 @@ def _replace_backward() -> None:
 
     run.__module__ = __name__
     inline_not(run)
-    torch.autograd._engine_run_backward = run
+    # torch's compiler replaces both for a while, and puts the function of the second one back.
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = run
 
 
 _ended: ContextVar[list[DistError] | None] = ContextVar("_ended", default=None)

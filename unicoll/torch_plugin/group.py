@@ -35,6 +35,7 @@ from unicoll.torch_plugin.compat import (
     timeout_or_none,
 )
 from unicoll.torch_plugin.error_messages import adapt_for_torch, raise_monitored
+from unicoll.torch_plugin.group_options import GroupOptions
 from unicoll.torch_plugin.method_table import ROWS, Row, one, reduction
 from unicoll.torch_plugin.sparse import sparse_all_reduce
 from unicoll.torch_plugin.tensor_pool import TensorPool
@@ -99,40 +100,6 @@ class Members:
         self.coalescing: Coalescing | None = None
         self.pool = TensorPool(group)
         self.tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
-
-
-class GroupOptions:
-    """What torch's backends have as ``options``, read by programs: backend, timeout and members of
-    a group.
-
-    torch passes a copy of them to ``split_group``, where they have no effect.
-    """
-
-    def __init__(self, group: TorchProcessGroup) -> None:
-        self._group = group
-
-    def __deepcopy__(self, memo: Any) -> GroupOptions:
-        return self
-
-    @property
-    def backend(self) -> str:
-        return self._group.getBackendName()
-
-    @property
-    def group_name(self) -> str:
-        return self._group.getGroupName()
-
-    @property
-    def global_ranks_in_group(self) -> list[int]:
-        return list(self._group.unicoll.ranks)
-
-    @property
-    def _timeout(self) -> timedelta:
-        return self._group.timeout
-
-    @_timeout.setter
-    def _timeout(self, timeout: timedelta) -> None:
-        self._group.set_timeout(timeout)
 
 
 class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -476,7 +443,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             parent.choices,
             timeout,
             desc,
-            None if isinstance(opts, GroupOptions) else opts,
+            opts,
             parent.bound_device_id,
             parent,
         )

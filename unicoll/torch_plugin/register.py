@@ -20,12 +20,7 @@ from unicoll.torch_autoload import BACKENDS
 from unicoll.torch_plugin import compat, functional, rendezvous, replaced_backends
 from unicoll.torch_plugin.backend_names import MPI, spec_of
 from unicoll.torch_plugin.error_messages import adapt_for_torch
-from unicoll.torch_plugin.group import (
-    CoalescedWork,
-    GroupOptions,
-    Members,
-    TorchProcessGroup,
-)
+from unicoll.torch_plugin.group import CoalescedWork, Members, TorchProcessGroup
 from unicoll.torch_plugin.reconfigurable_group import ReconfigurableGroup
 from unicoll.torch_plugin.torch_job import join_torch_job, warn_without_calls
 from unicoll.torch_plugin.work import CompletedWork, TorchWork
@@ -110,8 +105,6 @@ def _make(
     requested = compat.requested_group()
     if isinstance(pg_options, ProcessGroup):
         return WrappedProcessGroup(pg_options, requested)
-    if isinstance(pg_options, GroupOptions):
-        pg_options = None
     timeout = opts.timeout if opts is not None else requested.timeout
     torch_name = opts.group_id if opts is not None else requested.name or f"mpi:{ranks}"
     spec = spec_of(requested.backend or name)
@@ -124,6 +117,8 @@ def _make(
     is_default = world is None and not is_initialized()
     if ranks and isinstance(world, TorchProcessGroup):
         job, job_ranks = world.job, ranks
+        # Before anything that may raise on one rank alone: the members count groups of this name.
+        group_name = job.unique_name(_members_name(ranks))
         choices = world.choices_for(spec)
         for cls in {c.cls for c in choices if c not in world.unicoll.choices}:
             cls.prepare(job.joined)
@@ -135,6 +130,9 @@ def _make(
         store = requested.store if store is None else store
         job = join_torch_job(spec, store, rank, size, timeout)
         job_ranks, choices = list(job.ranks), job.joined.choices
+        group_name = job.unique_name(
+            DEFAULT_NAME if is_default else _members_name(ranks or job_ranks)
+        )
     desc = requested.desc or "undefined"
     # Processes outside the new group then take part in the split by skip_split(), which torch calls
     # on them.
@@ -145,7 +143,6 @@ def _make(
         and world.bound_device_id is not None
     )
     parent = world.unicoll if splits else None
-    group_name = DEFAULT_NAME if is_default else _members_name(job_ranks)
     unicoll_group = job.make(
         group_name, job_ranks, choices, timeout, desc, pg_options, requested.device, parent
     )
@@ -160,8 +157,8 @@ def _make(
 
 
 def _members_name(ranks: list[int]) -> str:
-    """The name of a group in errors and records: its ranks in the job. torch's is a number or a
-    hash, and its description need not be equal on all ranks."""
+    """The name of a group in errors and records: its ranks in torch's default group. torch's name is
+    a number or a hash, and its description need not be equal on all ranks."""
     text = ranks_text(ranks)
     if len(text) <= _LONGEST_NAME:
         return text

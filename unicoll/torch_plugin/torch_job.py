@@ -15,9 +15,11 @@ from unicoll.backend.contract import Context, Job
 from unicoll.bootstrap import enter
 from unicoll.bootstrap.resolve import JoinRequest
 from unicoll.calls import flight_recorder
+from unicoll.calls.flight_recorder import call_kind
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.process import logs
+from unicoll.torch_plugin.group_options import GroupOptions
 from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
 
 _RENDEZVOUS_TIMEOUT_S = 300.0
@@ -34,6 +36,12 @@ class TorchJob:
         # C++ does not keep the Python part of a UnicollBackedStore alive.
         self.store: Any = None
 
+    def unique_name(self, name: str) -> str:
+        """The name of a new group, with a number if this job had one of this name before."""
+        named = self.joined.named
+        named[name] += 1
+        return name if named[name] == 1 else f"{name}#{named[name]}"
+
     def make(
         self,
         name: str,
@@ -45,24 +53,21 @@ class TorchJob:
         device: Any = None,
         parent: ProcessGroup | None = None,
     ) -> ProcessGroup:
-        """Make a group. All its members call this, in the same order among groups of the same name.
+        """Make a group. All its members call this.
 
         Args:
-            name: the group's name in the job; a number is appended if it was used before.
+            name: the group's name, which no other group of this job has had.
             ranks: ranks in the job.
             timeout: default timeout of its operations; 30 minutes if None.
             parent: the group that it is split from; its ranks outside the new group call
                 ``parent.leave_out`` at the same time.
         """
-        job = self.joined
-        job.named[name] += 1
-        number = job.named[name]
         context = Context(
-            job,
-            name if number == 1 else f"{name}#{number}",
+            self.joined,
+            name,
             tuple(ranks),
             (timeout or default_pg_timeout).total_seconds(),
-            options,
+            None if isinstance(options, GroupOptions) else options,
             device,
             desc=desc,
         )
@@ -115,7 +120,7 @@ def join_torch_job(
 
 
 def warn_without_calls(job: Job) -> None:
-    """When this process leaves a job, log that its ranks have not communicated; once, on rank 0."""
+    """When rank 0 leaves a job of several ranks, log that it has made no call."""
     if job.rank == 0 and job.size > 1:
         job.on_leave.append(partial(_warn_without_calls, job))
 
@@ -125,12 +130,11 @@ def _warn_without_calls(job: Job) -> None:
     ends_well = job.error is None or (isinstance(job.error, SystemExit) and not job.error.code)
     if job.forked or not ends_well or not flight_recorder.ring().maxlen:
         return
-    if any(call.job == job.number for call in flight_recorder.kinds()):
+    if any(call_kind(entry).job == job.number for entry in flight_recorder.snapshot()):
         return
     log.warning(
-        "%d ranks joined, but this one made no call in their groups: each rank worked alone. A"
-        " framework that is not told to use several processes trains a model of its own on each"
-        " rank: on a CPU accelerate needs Accelerator(cpu=True), and transformers"
-        " TrainingArguments(use_cpu=True)",
+        "%d ranks joined, but rank 0 made no call in their groups: it worked alone. A framework that"
+        " is not told to use several processes trains a model of its own on each rank: on a CPU"
+        " accelerate needs Accelerator(cpu=True), and transformers TrainingArguments(use_cpu=True)",
         job.size,
     )
