@@ -30,6 +30,9 @@ dist.barrier(same)
 dist.monitored_barrier(named)
 for group in (world, same, named, *([other] if rank == 1 else [])):
     say(type(group).__name__, dist.get_backend(group), group.name(), group.size())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+model(x[:1] * (1 + rank)).backward()
+say("gradient", model.module.weight.grad.item())
 say(x.tolist(), dist.get_backend_config(world), world._get_backend(torch.device("cpu")).options._timeout)
 if "unicoll.torch_plugin" in sys.modules:
     say(sys.modules["unicoll.torch_plugin"].explain().splitlines()[0])
@@ -62,8 +65,14 @@ def run(folder: Path, installed: Path, launcher: str, *words: str, **variables: 
 
 def expected(rank: int, asked: str, config: str) -> list[str]:
     groups = [(asked, 2), (asked, 2), ("gloo", 2), *([("gloo", 1)] if rank == 1 else [])]
+    own = "unicoll-gloo" if asked == "gloo" else "cpu:unicoll-gloo"
     return [
-        *(f"{rank} TorchProcessGroup {name} {name} {size}" for name, size in groups),
+        *(
+            f"{rank} TorchProcessGroup {name} {own if name == asked else 'unicoll-gloo'} {size}"
+            for name, size in groups
+        ),
+        # The mean of 3 and 6, the inputs of the two ranks.
+        f"{rank} gradient 4.5",
         f"{rank} [3.0, 3.0, 3.0] {config} 0:30:00",
         f"{rank} {NOTE}",
     ]
@@ -98,7 +107,7 @@ def test_groups_are_unicolls_and_keep_the_name(
 def test_the_launchers_flag(flag: bool, tmp_path: Path, installed: Path) -> None:
     flags = ["--replace-backend", "gloo"] if flag else []
     lines, _ = run(tmp_path, installed, "unirun", *flags, str(tmp_path / "program.py"), "gloo")
-    assert f"{0} {'TorchProcessGroup' if flag else 'ProcessGroup'} gloo gloo 2" in lines
+    assert f"0 {'TorchProcessGroup gloo unicoll-gloo' if flag else 'ProcessGroup gloo gloo'} 2" in lines
     assert any(NOTE in line for line in lines) == flag
 
 

@@ -3,7 +3,8 @@ has ended.
 
 The error that names that rank comes a moment later, and would be lost. So a process whose SIGTERM
 nothing else handles ends by it only after a moment: the call that fails meanwhile raises its error,
-which ends the program.
+which ends the program. A framework may handle SIGTERM itself, and torch's DataLoader raises an
+error of its own when torchrun has ended its workers; so the notice is logged, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import time
 from collections.abc import Callable
 
 from unicoll.backend.contract import Job
-from unicoll.process import signal_thread
+from unicoll.process import logs, signal_thread
+
+log = logs.logger("job")
 
 _NOTICE_S = 0.5
 """How long the notice that a rank has ended may take to arrive."""
@@ -28,7 +31,9 @@ _jobs: list[Job] = []
 
 def raise_before_sigterm(job: Job) -> None:
     """On SIGTERM, have a call that waits for a rank of the job that has ended raise its error
-    first."""
+    first. The notice of the first rank that has failed or died is logged as soon as it arrives."""
+    if job.control is not None:
+        job.control.loss_listeners.append(log.warning)
     _jobs.append(job)
     job.cleanup.callback(_release, job)
     before_sigterm(_await_error)

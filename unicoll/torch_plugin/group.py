@@ -172,15 +172,12 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # --- properties -------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
+        # Never the name that get_backend() keeps for a replaced backend: DDP takes a group with the
+        # name "gloo" or "nccl" for torch's own and fails.
         return self._backend
 
     def getGroupName(self) -> str:
         return self._names[0]
-
-    def keep_name(self, backend: str) -> None:
-        """Have this be the name of the backend: torch's that was asked for in place of
-        unicoll's."""
-        self._backend = backend
 
     def setGroupName(self, name: str) -> None:
         self._names[0] = name

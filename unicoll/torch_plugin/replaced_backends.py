@@ -1,7 +1,7 @@
 """Names of torch's backends that mean unicoll's: the environment variable ``UNICOLL_REPLACE``.
 
-A framework that accepts torch's names only, such as accelerate on a CPU, then needs no change. The
-groups keep the name that was asked for: frameworks compare ``get_backend()`` with it.
+A framework that accepts torch's names only, such as accelerate on a CPU, then needs no change.
+torch's ``get_backend()`` returns the name that was asked for, since frameworks compare it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ def _making(torchs: Any) -> Any:
             world = c10d._world
             world.pg_map[group] = (asked, world.pg_map[group][1])
             world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
-            group.keep_name(str(asked))
         return group, store
 
     return _new_process_group_helper

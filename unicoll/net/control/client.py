@@ -108,6 +108,7 @@ class ControlClient:
         departed: for each rank that has ended, how it ended.
         left: the departed ranks that left the job without an exception.
         died: the departed ranks that ended without leaving the job.
+        loss_listeners: as in :class:`Departures`.
         job_id: random text, equal on all ranks, once all have joined.
         clock: the offset to rank 0's clock.
         failure_listeners: functions that are called with a group's name and error, once for each
@@ -153,6 +154,7 @@ class ControlClient:
         self.departed = self._departures.departed
         self.left = self._departures.left
         self.died = self._departures.died
+        self.loss_listeners = self._departures.loss_listeners
         self.await_departure = self._departures.await_departure
         self.find_lost_rank = self._departures.find_lost_rank
         self._failures = GroupFailures(self._changed, self.send, self._relay_ended)

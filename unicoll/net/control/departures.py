@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -48,12 +48,15 @@ class Departures:
         departed: for each rank that has ended, how it ended.
         left: the ranks that left the job without an exception.
         died: the ranks that ended without leaving the job.
+        loss_listeners: functions that are called with the reason when the first rank has failed or
+            died, on the thread that has learned of it. Later ones fail because of the first.
     """
 
     def __init__(self, changed: Changes) -> None:
         self.departed: dict[int, str] = {}
         self.left: set[int] = set()
         self.died: set[int] = set()
+        self.loss_listeners: list[Callable[[str], object]] = []
         self._changed = changed
 
     def record(self, rank: int, reason: str, manner: str) -> None:
@@ -62,11 +65,16 @@ class Departures:
         # Another process has sent the text, which becomes a part of errors and logs.
         reason = printable_line(reason)
         with self._changed.lock:
-            if rank not in self.departed:
+            is_new = rank not in self.departed
+            first_loss = is_new and manner != "left" and self.departed.keys() == self.left
+            if is_new:
                 self.departed[rank] = reason
                 # A rank that failed is in neither set.
                 {"left": self.left, "died": self.died}.get(manner, set()).add(rank)
             self._changed.notify_all()
+        if first_loss:
+            for listener in self.loss_listeners:
+                listener(reason)
 
     def read_refusal(self, store: Store) -> None:
         """Record the rank of :func:`publish_refusal`, if there is one."""
