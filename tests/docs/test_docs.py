@@ -2,8 +2,8 @@
 
 In README.md and docs/*.md a block whose first line is ```` ```python run ```` runs on two ranks of our launcher;
 ``run=4`` on four, ``run=1`` in one process without the launcher. ```` ```sh run ```` runs in bash. ``exit=137`` expects
-that exit code, ``torch``, ``ray`` and ``distributed`` need these packages. A ```` ```text ```` block right below is
-what is printed, in any order of lines, with ``...`` for anything. The code of a block whose first line has
+that exit code, ``torch``, ``jax``, ``ray`` and ``distributed`` need these packages. A ```` ```text ```` block right
+below is what is printed, in any order of lines, with ``...`` for anything. The code of a block whose first line has
 ``file=NAME`` is a file of that name for the blocks of its page that are run.
 """
 
@@ -20,14 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import unicoll as dist
+from tests.support.pages import Block, blocks, is_run
 from tests.support.ranks import ROOT, environment, reserved_port
 from unicoll.__main__ import PROGRAM
 
@@ -174,42 +173,6 @@ def test_names_that_cannot_fail_exist() -> None:
 # --- blocks --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Block:
-    """A block of code and its expected output (None: not compared)."""
-
-    page: Path
-    line: int
-    language: str
-    options: list[str]
-    code: str
-    output: str | None
-
-    def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
-
-    def option(self, name: str, default: int) -> int:
-        return int(self.value(name) or default)
-
-    def value(self, name: str) -> str:
-        """The value of an option; "" if it is absent."""
-        return next((o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")), "")
-
-
-FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$(?:\n```text\n((?:.*\n)*?)```$)?", re.M)
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    text = page.read_text()
-    for match in FENCE.finditer(text):
-        language, *options = match[1].split() or [""]
-        yield Block(page, text.count("\n", 0, match.start()) + 1, language, options, match[2], match[3])
-
-
-def is_run(block: Block) -> bool:
-    return any(option.partition("=")[0] == "run" for option in block.options)
-
-
 RUN = [
     pytest.param(block, marks=pytest.mark.every(n=0) if "slow" in block.options else ())
     for page in PAGES
@@ -265,7 +228,7 @@ def differences(expected: str, printed: str) -> list[str]:
 @pytest.mark.every(n=16)
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
-    for package in {"torch", "ray", "distributed"} & set(block.options):
+    for package in {"torch", "jax", "ray", "distributed"} & set(block.options):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     if block.language == "sh" and shutil.which("bash") is None:

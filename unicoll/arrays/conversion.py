@@ -405,14 +405,26 @@ def _cupy_adapter(cupy: Any) -> Adapter:
 # --- buffer protocol ------------------------------------------------------------------------------
 
 
+def _hint(array: Any) -> str:
+    """What to give instead of an object without memory, after "; "; "" if nothing is known."""
+    kind = type(array)
+    if any(
+        base.__name__ == "Tracer" and base.__module__.startswith("jax.") for base in kind.__mro__
+    ):
+        return "; a function that JAX traces has no values: call this with jax.experimental.io_callback"
+    if not hasattr(kind, "__array__"):
+        return ""
+    return f"; give {'its .to_numpy()' if hasattr(kind, 'to_numpy') else 'np.asarray of it'}"
+
+
 def _memory_of(array: Any) -> memoryview:
     kind = type(array).__name__
     try:
         return memoryview(array)
     except TypeError:
-        convert = "its .to_numpy()" if hasattr(type(array), "to_numpy") else "np.asarray of it"
-        hint = f"; give {convert}" if hasattr(type(array), "__array__") else ""
-        raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind}{hint}") from None
+        raise DistTypeError(
+            f"expected an array (NumPy, CuPy, torch), got {kind}{_hint(array)}"
+        ) from None
     except ValueError as e:
         # Memory that was released raises this.
         raise DistTypeError(f"{kind}: {e}") from None

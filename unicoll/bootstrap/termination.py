@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from unicoll.backend.contract import Job
+from unicoll.calls.call_site import line_of_main_thread
 from unicoll.process import logs, signal_thread
 
 log = logs.logger("job")
@@ -33,10 +34,15 @@ def raise_before_sigterm(job: Job) -> None:
     """On SIGTERM, have a call that waits for a rank of the job that has ended raise its error
     first. The notice of the first rank that has failed or died is logged as soon as it arrives."""
     if job.control is not None:
-        job.control.loss_listeners.append(log.warning)
+        job.control.loss_listeners.append(_log_loss)
     _jobs.append(job)
     job.cleanup.callback(_release, job)
     before_sigterm(_await_error)
+
+
+def _log_loss(reason: str) -> None:
+    place = line_of_main_thread()
+    log.warning("%s%s", reason, place and f"; this rank is at {place}")
 
 
 def _release(job: Job) -> None:

@@ -172,7 +172,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # --- properties -------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        # Never the name that get_backend() keeps for a replaced backend: DDP takes a group with the
+        # Not the name that get_backend() keeps for a replaced backend: DDP takes a group with the
         # name "gloo" or "nccl" for torch's own and fails.
         return self._backend
 
