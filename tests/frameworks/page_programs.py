@@ -64,6 +64,8 @@ def start(
         "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),
     }
     output, errors = folder / "stdout", folder / "stderr"
+    # Programs that a script starts in the background ignore SIGINT; with a handler here the job does not.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     with reserved_port() as port, output.open("wb") as out, errors.open("wb") as err:
         process = subprocess.Popen(
             [sys.executable, *launcher, *([str(port)] if launcher else []), name],
@@ -80,6 +82,7 @@ def start(
             process.wait(300)
         finally:
             left = _end_session(process)
+            signal.signal(signal.SIGINT, handler)
     assert not left, f"processes {left} of the job outlive the launcher"
     return Ended(process.returncode, output.read_text(), errors.read_text())
 
