@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ import pytest
 
 from tests.support.pages import blocks
 from tests.support.ranks import ROOT, environment, reserved_port
+from unicoll.run.process_cleanup import kill_process, members
 
 PAGE = ROOT / "docs" / "frameworks.md"
 PROGRAMS = {block.value("file"): block.code for block in blocks(PAGE) if block.value("file")}
@@ -24,6 +27,7 @@ PACKAGES = {"with_transformers.py": "transformers", "with_trl.py": "trl", "with_
 """The package that a program needs, if its name is another one than the program's."""
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
 UNIRUN = ["-m", "unicoll.run", "--no-prefix", "-n", "2", "--master-port"]
+_JOB = "FRAMEWORKS_TEST_JOB"
 _STUBS = ROOT / "tests" / "frameworks" / "stubs"
 
 
@@ -47,26 +51,33 @@ def start(
     meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None,
     **variables: str,
 ) -> Ended:
-    """Run a program with two ranks in a folder, and call a function with the launcher's process meanwhile."""
+    """Run a program with two ranks in a folder, and call a function with the launcher's process meanwhile.
+
+    Fails if a process of the job is left some seconds after the end of the launcher.
+    """
     package = PACKAGES.get(name, name.removeprefix("with_").removesuffix(".py"))
     if importlib.util.find_spec(package) is None:
+        assert "UNICOLL_TEST_FRAMEWORKS" not in os.environ, f"{package} is not installed"
         pytest.skip(f"{package} is not installed")
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(code)
     path = [str(ROOT), str(folder / "site-packages"), *([str(_STUBS)] if package == "composer" else [])]
+    job = uuid.uuid4().hex
     variables |= {
+        _JOB: job,
         "PYTHONPATH": os.pathsep.join(path),
         "OMP_NUM_THREADS": "1",
         "UNICOLL_LOG_LEVEL": "info",
         "HF_HOME": str(folder),
         "HF_HUB_OFFLINE": "1",
-        # DeepSpeed compiles an operator for half a minute when it starts for the first time.
-        "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),
     }
     output, errors = folder / "stdout", folder / "stderr"
     # Programs that a script starts in the background ignore SIGINT; with a handler here the job does not.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with reserved_port() as port, output.open("wb") as out, errors.open("wb") as err:
+    left: list[int] = []
+    with ExitStack() as end, reserved_port() as port, output.open("wb") as out, errors.open("wb") as err:
+        end.callback(lambda: left.extend(_end_job(job)))
+        end.callback(signal.signal, signal.SIGINT, handler)
         process = subprocess.Popen(
             [sys.executable, *launcher, *([str(port)] if launcher else []), name],
             cwd=folder,
@@ -81,32 +92,21 @@ def start(
                 meanwhile(process)
             process.wait(300)
         finally:
-            left = _end_session(process)
-            signal.signal(signal.SIGINT, handler)
+            process.kill()
+            process.wait()
     assert not left, f"processes {left} of the job outlive the launcher"
     return Ended(process.returncode, output.read_text(), errors.read_text())
 
 
-def _end_session(process: subprocess.Popen[bytes]) -> list[int]:
-    """Kill what is left of the session of a launcher; returns the processes that are there a second after its end."""
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 1
-    while (left := _of_session(process.pid)) and time.monotonic() < deadline:
+def _end_job(job: str) -> list[int]:
+    """Kill the processes of a job that are there some seconds after the end of its launcher, and return them.
+
+    The launchers start each worker in a session of its own, so a variable tells them.
+    """
+    # The workers of torch's DataLoader look every five seconds whether their parent has been killed.
+    deadline = time.monotonic() + 12
+    while (left := members(f"{_JOB}={job}", ())) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in left:
-        os.kill(pid, signal.SIGKILL)
+        kill_process(pid, signal.SIGKILL)
     return left
-
-
-def _of_session(session: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            # after the name in parentheses: state, parent, process group, session
-            state, _, _, number = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(number) == session and state != "Z":
-            found.append(int(entry.name))
-    return found

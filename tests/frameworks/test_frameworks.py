@@ -21,7 +21,7 @@ import contextlib, hashlib, sys
 zero = sys.modules.get("deepspeed.zero")  # its stage 3 divides the parameters, with undefined values as padding
 with zero.GatheredParameters(model.parameters()) if zero else contextlib.nullcontext():
     values = [p.detach() for p in model.parameters()]
-    values = [v.to_local() if hasattr(v, "to_local") else v for v in values]
+    values = [v.full_tensor() if hasattr(v, "full_tensor") else v for v in values]
     data = b"".join(v.contiguous().numpy().tobytes() for v in values)
 print(f"parameters: {len(data)} bytes, {hashlib.sha256(data).hexdigest()}")
 """
@@ -48,7 +48,9 @@ def of_gloo(case: str) -> list[str]:
     assert ended.returncode == 0, ended.stderr
     assert JOINED not in ended.stderr
     found = lines(ended.stdout)
+    # Two losses, and the same parameters on both ranks: the program has trained one model.
     assert len(found) == 4, ended.stdout
+    assert found[0] == found[1] != "parameters: 0 bytes", ended.stdout
     return found
 
 

@@ -411,7 +411,10 @@ def _hint(array: Any) -> str:
     if any(
         base.__name__ == "Tracer" and base.__module__.startswith("jax.") for base in kind.__mro__
     ):
-        return "; a function that JAX traces has no values: call this with jax.experimental.io_callback"
+        return (
+            "; a function that JAX traces has no values: call this outside, or under jit with"
+            " jax.experimental.io_callback"
+        )
     if not hasattr(kind, "__array__"):
         return ""
     return f"; give {'its .to_numpy()' if hasattr(kind, 'to_numpy') else 'np.asarray of it'}"

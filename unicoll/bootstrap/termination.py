@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from unicoll.backend.contract import Job
 from unicoll.calls.call_site import line_of_main_thread
@@ -41,7 +42,11 @@ def raise_before_sigterm(job: Job) -> None:
 
 
 def _log_loss(reason: str) -> None:
-    place = line_of_main_thread()
+    place = ""
+    # This is the control thread, which must not end with an error of a place: the names of a module
+    # may be anything, and the program's objects may raise.
+    with suppress(Exception):
+        place = line_of_main_thread()
     log.warning("%s%s", reason, place and f"; this rank is at {place}")
 
 
