@@ -36,6 +36,8 @@ say("gradient", model.module.weight.grad.item())
 say(x.tolist(), dist.get_backend_config(world), world._get_backend(torch.device("cpu")).options._timeout)
 if "unicoll.torch_plugin" in sys.modules:
     say(sys.modules["unicoll.torch_plugin"].explain().splitlines()[0])
+del model, world, same, other, named, group
+dist.destroy_process_group()  # without it the threads of torch's Gloo may end the process with std::terminate
 """
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--nproc-per-node", "2", "--master-port"),
