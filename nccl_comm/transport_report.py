@@ -44,8 +44,9 @@ VARIABLES = (
 """Variables that change NCCL's choice."""
 _DEVICES = Path("/sys/class/infiniband")
 _SYSTEM = Path("/etc")
-_VIRTUAL = ("lo", "docker", "veth", "virbr")
-"""Prefixes of interfaces that NCCL uses only if they are named."""
+_LAST = ("docker", "lo", "virbr")
+"""Prefixes of interfaces that NCCL takes only if there are no others, in this order (2.30.7,
+src/misc/socket.cc). Before all others it takes those that begin with "ib"."""
 _NAMES = 4
 _LOG_BYTES = 64 << 20
 """The most that is read of a log."""
@@ -186,8 +187,14 @@ def _sockets(environ: Mapping[str, str]) -> str:
     """The interfaces of NCCL's sockets, with which it also connects the ranks in the first
     place."""
     spec = environ.get("NCCL_SOCKET_IFNAME")
-    names = [name for _, name in socket.if_nameindex() if not name.startswith(_VIRTUAL)]
-    return f"sockets on {spec or _list(names) or 'no interface but the loopback'}"
+    names = [*dict.fromkeys(one.name for one in interfaces() if one.is_up)]
+    others = [name for name in names if not name.startswith(_LAST)]
+    choices = [
+        [name for name in names if name.startswith("ib")],
+        others,
+        *([name for name in names if name.startswith(prefix)] for prefix in _LAST),
+    ]
+    return f"sockets on {spec or _list(next(filter(None, choices), [])) or 'no interface'}"
 
 
 def _infiniband(devices: Path) -> str:

@@ -6,7 +6,9 @@ time. Everything is put in place while the device is held, and runs afterwards. 
 what they do with memory and streams; the conformance suite has all.
 
 A program with a failure runs while it is put in place, in a group of its own: a rank does not make a call, aborts the
-group, or gets an error of NCCL. Every call ends on every rank, and the next group works.
+group, or gets an error of NCCL. Every call ends on every rank, and the next group works. If the last operation fails,
+which no call follows, ``check()`` or destroy raises its error. A kernel that traps ends the context of its process, so
+such a program has ranks of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ import pytest
 
 import unicoll as dist
 from tests.nccl.mutation_jobs import MUTATIONS, mutated
-from tests.nccl.nccl_jobs import backend_of, connect
+from tests.nccl.nccl_jobs import backend_of, connect, error_of
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.communicators import Result
 from tests.simulated_nccl.ranks import SimulatedJob
 from tests.simulated_nccl.ranks import run as simulated_run
+from tests.support.order import await_true
 from tests.support.ranks import joined
 from unicoll.device_collectives.communicators import communicator
 
@@ -36,6 +39,10 @@ _STREAMS = 3
 _LIVE = 8
 _FAILS_S = 1.0
 """Timeout of the calls of a program with a failure."""
+_LAST_S = 0.3
+"""Timeout of a last operation that fails."""
+_TRAPS = 10
+"""Number of programs in which a kernel traps."""
 
 
 @dataclass(eq=False)
@@ -290,7 +297,7 @@ def _fail(seed: int, steps: int) -> list[str]:
     program = Program(seed, group)
     program.groups = [group.using(timeout=_FAILS_S)]
     rng = program.rng
-    kind = rng.choice(["absent", *["abort", "error"] * 4])
+    kind = rng.choice(["absent", "silent", *["abort", "error"] * 4])
     victim, at = rng.randrange(n), rng.randrange(steps)
     x = arrays.full(3, 1.0)
     dist.all_reduce(x, group=group)
@@ -298,12 +305,14 @@ def _fail(seed: int, steps: int) -> list[str]:
     dist.barrier()
     with suppress(dist.DistError):
         for step in range(steps):
-            if step == at and me == victim:
+            if step == at and me == victim and kind != "silent":
                 if kind == "absent":
                     break
                 _break(group, kind)
             program.step()
-        else:
+        if kind == "silent":
+            found += _lose_last(program, group, victim)
+        elif kind != "absent" or me != victim:
             last = program.groups[0].all_reduce(x, async_op=True)
             last.synchronize()  # ends a program that has noticed nothing
             found.append(f"no error after {kind} on rank {victim} at step {at}: {'; '.join(program.done)}")
@@ -317,6 +326,50 @@ def _fail(seed: int, steps: int) -> list[str]:
     return found
 
 
+def _lose_last(program: Program, group: Any, victim: int) -> list[str]:
+    """An operation that the victim does not make, and that no call follows; the complaint if nothing raises its error.
+
+    A graph's operation has no deadline: the victim, which does not launch its graph, aborts the group.
+    """
+    for work, _ in program.pending:
+        work.synchronize()
+    program.pending.clear()
+    rng, simulation, me = program.rng, ranks.simulation(), program.me
+    way = rng.choice(["blocking", "asynchronous", "another stream", "synchronized before", "graph"])
+    stream, by_check = program.streams[-1], rng.random() < 0.5
+    with program.current:
+        x = arrays.full(6, 1.0)
+    if way == "graph":
+        stream.wait_for(program.current)
+        with stream, simulation.capture(stream.ptr) as made:
+            dist.all_reduce(x, group=group)
+        program.graphs += made
+        simulation.synchronize()
+        dist.barrier()
+        if me == victim:
+            group.abort()
+    if me == victim:
+        return []
+    if way == "graph":
+        simulation.launch(made[0], program.current.ptr)
+        await_true(lambda: backend_of(group).failure)
+    elif way == "another stream":
+        stream.wait_for(program.current)
+        with stream:
+            dist.all_reduce(x, group=group, timeout=_LAST_S)
+    else:
+        if way == "synchronized before":
+            program.current.synchronize()
+        with program.current:
+            dist.all_reduce(x, group=group, timeout=_LAST_S, async_op=way == "asynchronous")
+    if by_check:
+        # What has failed is stopped behind the error, so nothing is undefined without one.
+        simulation.synchronize()
+    missed = error_of(group.check if by_check else lambda: dist.destroy_process_group(group)) == "nothing"
+    by = "check()" if by_check else "destroy"
+    return [f"{by} raises nothing after a last operation, {way}, that failed"] if missed else []
+
+
 def _break(group: Any, kind: str) -> None:
     """Abort the group, or have NCCL report an asynchronous error."""
     if kind == "abort":
@@ -324,6 +377,42 @@ def _break(group: Any, kind: str) -> None:
         return
     with ranks.simulation().scheduler.lock:
         ranks.nccl()._comms[backend_of(group).resources.comm.handle].error = Result.REMOTE_ERROR
+
+
+def run_with_a_trap(seed: int) -> list[str]:
+    """Run one random program in which a kernel of one rank traps; the calls without an end or an error."""
+    communicator._DEATH_NOTICE_S = 0.05
+    ranks.simulation().pool.strict = False
+    connect()
+    wrong = _trap(seed)
+    gc.collect()  # errors refer to frames that have arrays and streams
+    return wrong
+
+
+def _trap(seed: int) -> list[str]:
+    program = Program(seed, dist.group.WORLD)
+    rng, group = program.rng, dist.group.WORLD.using(timeout=_FAILS_S)  # type: ignore[union-attr]
+    program.groups = [group]
+    victim, at = rng.randrange(program.world), rng.randrange(_STEPS // 2)
+    where = rng.choice(program.streams).ptr
+    errors = []
+    try:
+        for step in range(_STEPS // 2):
+            if step == at and program.me == victim:
+                ranks.simulation().trap(where)
+            program.step()
+        # The trap may be on a stream that nothing waits for.
+        ranks.simulation().synchronize()
+        group.all_reduce(arrays.full(1, 1.0), async_op=True).synchronize()  # type: ignore[union-attr]
+    except dist.DistError as e:
+        errors.append(f"{e}")
+    for work, _ in program.pending:
+        with suppress(dist.DistError):
+            work.synchronize()
+    for graph in program.graphs:
+        graph.destroy()
+    errors.append(error_of(dist.destroy_process_group))
+    return [] if errors[0] != "nothing" else [f"program {seed} has raised nothing"]
 
 
 def _run_on_ranks(job: Callable[..., Any], size: int, policy: str, seed: int) -> None:
@@ -344,6 +433,15 @@ def test_random_programs(policy: str, size: int, seed: int) -> None:
 def test_every_call_ends_where_a_rank_fails(policy: str, seed: int) -> None:
     """Without a race, and the next group works."""
     _run_on_ranks(run_with_failures, 3, policy, seed)
+
+
+@pytest.mark.every(n=3)
+@pytest.mark.parametrize("number", range(_TRAPS))
+def test_every_call_ends_where_a_kernel_traps(number: int, seed: int) -> None:
+    """Nothing is left behind: the ranks leave in order."""
+    policy = ("oldest", "newest", "random")[number % 3]
+    program = random.Random(f"{seed} {number}").randrange(1 << 30)
+    assert simulated_run(3, run_with_a_trap, program, policy=policy, seed=seed, quiet=False) == [[]] * 3
 
 
 def run_without(safeguard: str, seeds: list[int]) -> list[str]:

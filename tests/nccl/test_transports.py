@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 import unicoll as dist
+from nccl_comm import transport_report
 from nccl_comm.transport_report import VARIABLES, expected, logged, settings
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.ranks import run
 from tests.support.on_ranks import on_ranks
+from unicoll.net.wire.interfaces import Interface
 
 NOWHERE = Path("/no/such/folder")
 
@@ -155,16 +157,42 @@ def test_hosts_are_counted_and_the_network_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "docker0"), (3, "eth0"), (4, "eth1")])
+    have(monkeypatch, "lo", "docker0", "eth0", "eth1")
     others = [("here", 1), *((host, d) for host in ("there", "yonder") for d in range(4))]
     found = said(*others, devices=infiniband(tmp_path, **devices), **options)
     start = "expected transports: 1 peer by P2P (NVLink), 8 on 2 other hosts by network "
     assert found.startswith(start + network)
 
 
-def test_a_host_with_the_loopback_only(said: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
-    assert "sockets on no interface but the loopback" in said(("there", 0))
+def have(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Give this host interfaces; one whose name ends with "!" is down."""
+    found = [
+        Interface(name.strip("!"), family, "::1", "global", name == "lo", not name.endswith("!"))
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for name in names
+    ]
+    monkeypatch.setattr(transport_report, "interfaces", lambda: found)
+
+
+@pytest.mark.parametrize(
+    ("names", "used"),
+    [
+        (["lo"], "lo"),
+        (["lo", "virbr0"], "lo"),
+        (["lo", "docker0", "docker1"], "docker0, docker1"),
+        (["lo", "docker0", "veth4f21", "virbr0"], "veth4f21"),
+        (["lo", "eth0", "veth4f21"], "eth0, veth4f21"),
+        (["lo", "eth0", "ib0", "ib1"], "ib0, ib1"),
+        (["lo", "eth0", "ib0!"], "eth0"),
+        ([], "no interface"),
+    ],
+)
+def test_interfaces_are_those_that_nccl_takes(
+    names: list[str], used: str, said: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of NCCL 2.30.7's ncclFindInterfaces."""
+    have(monkeypatch, *names)
+    assert said(("there", 0)).endswith(f"(sockets on {used})")
 
 
 def test_with_p2p_and_shared_memory_off_a_host_uses_the_network(

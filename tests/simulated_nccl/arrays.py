@@ -117,7 +117,7 @@ class Stream:
         cuda = self._cuda
         if is_finalizing():  # see Chunk
             return
-        if self._own and cuda is not None and not cuda.capturing(self.ptr):
+        if self._own and cuda is not None and cuda.stream(self.ptr).capture is None:
             cuda.destroy_stream(self.ptr)
 
     def synchronize(self) -> None:

@@ -80,7 +80,7 @@ def function(name: str, kind: Kind, nothing: Callable[[], Any] | None = None) ->
             self._needs(name)
             comm = self._comms.get(args[place]) if place is not None else None
             with self.active_calls.enter(name, kind, comm) if comm is not None else nullcontext():
-                found = self._call(method, self, *args)
+                found = self._call(method, self, *args, uses_device=kind is Kind.USE)
             return (found, nothing()) if nothing is not None and isinstance(found, int) else found
 
         return cast(F, call)
@@ -139,9 +139,11 @@ class Calls(NcclFacts):
 
     # --- calls in general ---
 
-    def _call(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, call: Callable[..., Any], *args: Any, uses_device: bool = False) -> Any:
         """The result of a call, or the code with which it is refused."""
         try:
+            if uses_device:
+                self._simulation.scheduler.check()
             return call(*args)
         except (Refused, DeviceError) as error:
             self._last_error = str(error)

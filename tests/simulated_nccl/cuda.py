@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from tests.simulated_nccl.graphs import Capture, Graph
 from tests.simulated_nccl.memory import Memory, Pool
-from tests.simulated_nccl.streams import Op, Scheduler, Stream
+from tests.simulated_nccl.streams import Op, Scheduler, Stream, Trap
 from unicoll.devices.device_runtime import DeviceError, DeviceFacts, DeviceRuntime
 
 __all__ = ["Simulation", "SimulatedCuda"]
@@ -96,6 +96,14 @@ class Simulation:
         stream = self.cuda.stream(handle)
         self.cuda.refuse_under_capture("cudaStreamSynchronize", stream)
         self.scheduler.wait_for(stream.tail, f"all of {stream}")
+
+    def trap(self, handle: int) -> None:
+        """Put a kernel that traps on a stream: when it runs, the context of this process ends."""
+
+        def body(op: Op) -> None:
+            raise Trap
+
+        self.scheduler.put(self.cuda.stream(handle), Op("a kernel", body))
 
     def begin_capture(self, handle: int, mode: str = "relaxed") -> None:
         """Record the operations put on a stream, in place of running them."""
@@ -204,6 +212,7 @@ class SimulatedCuda(DeviceRuntime):
     def create_stream(self, device: int, high_priority: bool = False) -> int:
         self._check_device(device)
         with self._scheduler.lock:
+            self._scheduler.check()
             handle = next(self._handles)
             self.streams[handle] = self._scheduler.new_stream(handle, device, blocking=False)
             return handle
@@ -235,11 +244,13 @@ class SimulatedCuda(DeviceRuntime):
         return self._scheduler.query(found.tail, f"all of {found}")
 
     def capturing(self, stream: int) -> bool:
+        self._scheduler.check()
         return self.stream(stream).capture is not None
 
     def create_event(self, device: int, timing: bool = False) -> int:
         self._check_device(device)
         with self._scheduler.lock:
+            self._scheduler.check()
             handle = next(self._handles)
             self.events[handle] = _Event(device, timing)
             return handle
@@ -266,6 +277,7 @@ class SimulatedCuda(DeviceRuntime):
         found.ran, found.op = ran, self._scheduler.put(target, Op(f"record {event:#x}", note))
 
     def elapsed(self, start: int, end: int) -> float:
+        self._scheduler.check()
         self.refuse_under_capture("cudaEventElapsedTime")
         events = self._event(start), self._event(end)
         if not all(event.timing and event.op is not None for event in events):
@@ -278,6 +290,7 @@ class SimulatedCuda(DeviceRuntime):
 
     def wait_event(self, stream: int, event: int) -> None:
         target, op = self.stream(stream), self._event(event).op
+        self._scheduler.check()
         if op is None:
             return
         with self._scheduler.lock:
@@ -317,17 +330,19 @@ class SimulatedCuda(DeviceRuntime):
 
     def allocate(self, device: int, nbytes: int) -> int:
         self._check_device(device)
+        self._scheduler.check()
         self.refuse_under_capture("cudaMalloc")
         return self._memory.allocate(nbytes, device).ptr
 
     def free(self, ptr: int) -> None:
         self.refuse_under_capture("cudaFree")
         block = self._memory.find(ptr)
-        for access in list(block.accesses) if block is not None else ():
+        for access in list(block.accesses) if block is not None and not self._scheduler.trapped else ():
             self._scheduler.wait_for(access.op, f"{access.op}", "free")
         self._memory.free(ptr)
 
     def pin(self, nbytes: int) -> int:
+        self._scheduler.check()
         self.refuse_under_capture("cudaHostAlloc")
         return self._memory.allocate(nbytes, -1).ptr
 
@@ -346,6 +361,7 @@ class SimulatedCuda(DeviceRuntime):
         self._scheduler.put(self.stream(stream), op)
 
     def allocation(self, ptr: int) -> int:
+        self._scheduler.check()
         block = self._memory.find(ptr)
         if block is None or block.freed:
             raise DeviceError(f"cudaErrorInvalidValue: {ptr:#x} is no device memory")

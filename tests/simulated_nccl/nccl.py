@@ -232,7 +232,8 @@ class SimulatedNccl(Operations):
     def _free(self, comm: int) -> int:
         found = self._existing(comm)
         # after a revoke or a finalize NCCL waits for nothing before it frees the memory
-        if not found.revoked and not found.finalizing:
+        ended = self._simulation.scheduler.trapped
+        if not found.revoked and not found.finalizing and not ended:
             self._finish(found, "ncclCommAbort")
         self._forget(comm)
         return SUCCESS

@@ -193,5 +193,6 @@ def run(size: int, job: Callable[..., Any], *args: object, **options: Any) -> li
         ranks.call(job, *args)
         values = ranks.results()
         ranks.call(worker.leave)
-        assert ranks.results() == [[]] * size
+        left = ranks.results()
+        assert left == [[]] * size, left
         return values

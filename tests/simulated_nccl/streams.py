@@ -25,13 +25,17 @@ from unicoll.devices.device_runtime import DeviceError
 if TYPE_CHECKING:
     from tests.simulated_nccl.graphs import Capture
 
-__all__ = ["LATER", "Blocked", "Clock", "Op", "Scheduler", "Stream"]
+__all__ = ["LATER", "Blocked", "Clock", "Op", "Scheduler", "Stream", "Trap"]
 
 LATER = object()
 """Returned by the body of an operation that is not done yet; :meth:`Scheduler.finish` is called later."""
 Clock = dict[int, int]
 Range = tuple[int, int]
 """Address and bytes."""
+
+
+class Trap(Exception):
+    """Raised by the body of a kernel that traps, which ends the context of the process."""
 
 
 class Op:
@@ -137,6 +141,10 @@ class Scheduler:
         policy: the stream whose operation runs first: "oldest", "newest" or "random".
         seed: of the random policy.
         patience: seconds without a call of the host after which the device runs operations by itself.
+
+    Attributes:
+        broken: the error of all later calls, once an operation has failed.
+        trapped: True if that was a kernel that traps, and no fault of the program.
     """
 
     def __init__(self, policy: str = "oldest", seed: int = 0, patience: float = 0.005) -> None:
@@ -148,6 +156,7 @@ class Scheduler:
         self.trace: deque[Blocked] = deque(maxlen=10_000)
         self.on_access: Callable[[Op], None] | None = None
         self.broken: str | None = None
+        self.trapped = False
         self._patience = patience
         self._choose = _policy(policy, seed)
         self._made = 0
@@ -172,7 +181,7 @@ class Scheduler:
     def put(self, stream: Stream, op: Op) -> Op:
         """Put an operation on a stream (or into the graph that the stream records)."""
         with self.changed:
-            self._check()
+            self.check()
             if stream.capture is not None:
                 stream.capture.add(stream, op)
                 return op
@@ -207,9 +216,12 @@ class Scheduler:
             if other.tail is not None:
                 yield other.tail
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise DeviceError if the context has ended."""
         if self.broken is not None:
-            raise DeviceError(self.broken)
+            error = DeviceError(self.broken)
+            error.context_ended = True
+            raise error
         if self._closing:
             raise DeviceError("cudaErrorCudartUnloading: the simulated device has been closed")
 
@@ -218,7 +230,7 @@ class Scheduler:
     def wait_for(self, op: Op | None, what: str, call: str = "synchronize") -> None:
         """Block the host until an operation is done."""
         with self.changed:
-            self._check()
+            self.check()
             self._note(call, what)
             if op is None:
                 return
@@ -231,17 +243,17 @@ class Scheduler:
             self.changed.notify_all()
             try:
                 while not op.done:
-                    self._check()
+                    self.check()
                     self.changed.wait()
             finally:
                 self._blocked -= 1
-            self._check()
+            self.check()
             merge(self.host_clock, op.clock)
 
     def query(self, op: Op | None, what: str) -> bool:
         """True if an operation is done; else the device runs it soon."""
         with self.changed:
-            self._check()
+            self.check()
             self._note("query", what)
             if op is None:
                 return True
@@ -287,9 +299,10 @@ class Scheduler:
                 self.changed.notify_all()
 
     def fault(self, text: str) -> None:
-        """Record an error that a real device would not notice, or not survive."""
+        """Record an error that a real device would not notice, or not survive; after a trap nothing uses memory."""
         with self.lock:
-            self.faults.append(text)
+            if not self.trapped:
+                self.faults.append(text)
 
     # --- the device's thread ---
 
@@ -310,6 +323,11 @@ class Scheduler:
         while (op := self._next()) is not None:
             try:
                 outcome = op.body(op) if op.body is not None else None
+            except Trap:
+                with self.changed:
+                    self.broken, self.trapped = f"cudaErrorLaunchFailure: {op} has trapped", True
+                    self.changed.notify_all()
+                outcome = LATER
             except BaseException as error:
                 with self.changed:
                     self.broken = f"cudaErrorLaunchFailure: {op}: {error}"

@@ -292,6 +292,26 @@ def test_calls_without_a_context_are_retried_with_one(
     assert [d for _, d in machine.of("cuDevicePrimaryCtxRetain")] == [71]
 
 
+ENDED = (4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 911)
+"""The codes of cuda.h (12.9) after which "the process must be terminated and relaunched", and those of a library that
+shuts down and of a destroyed context."""
+
+
+@pytest.mark.parametrize("code", [*ENDED, 1, 2, 3, 400, 600, 720, 900, 999])
+def test_what_frees_raises_nothing_in_a_context_that_has_ended(
+    code: int, driver: CudaDriver, machine: Machine
+) -> None:
+    for symbol in CALLS:
+        machine.answers[symbol] = lambda *arguments: code
+        call, _ = CALLS[symbol]
+        if code == 600 or (code in ENDED and ("Free" in symbol or "Destroy" in symbol)):
+            call(driver)
+        else:
+            with pytest.raises(DeviceError) as raised:
+                call(driver)
+            assert raised.value.context_ended is (code in ENDED)
+
+
 def _with_a_context(machine: Machine, answer: Callable[..., int]) -> Callable[..., int]:
     return lambda *arguments: answer(*arguments) if machine.current() else INVALID_CONTEXT
 

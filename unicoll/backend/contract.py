@@ -571,6 +571,13 @@ class Backend(ABC):
         """The error that calls raise since the group has failed or been closed, else None."""
         return None
 
+    def raise_failure(self) -> None:
+        """Raise :attr:`failure`, if there is one, also one that this backend learns of by asking
+        its library."""
+        if (error := self.failure) is not None:
+            # All calls raise this one object: see GroupState.check().
+            raise error.with_traceback(None) from error.__cause__
+
     @property
     def sequence(self) -> int:
         """Number of the last collective accepted, from 1; equal on all members that have made the

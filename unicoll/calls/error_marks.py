@@ -4,7 +4,8 @@ has raised the error.
 An exception that is not the library's (:mod:`unicoll.process.interrupts` says where CPython raises
 them) ends a call at a point that is not known, and other ranks may be in the call. So the group
 fails, with an error that names the exception, unless the call has said that it has changed nothing
-(:func:`mark_unchanged`).
+(:func:`mark_unchanged`). So does an error of the device: this rank cannot do its part of a call that
+the others may be in.
 
 A call with device arrays returns before its operation has ended, and so does an asynchronous one.
 If the group fails afterwards, and the program makes no other call of it, nothing tells the program
@@ -15,6 +16,7 @@ error object.
 
 from __future__ import annotations
 
+from unicoll.devices.device_runtime import DeviceError
 from unicoll.errors import DistError
 
 _UNCHANGED = "_unicoll_changed_nothing"
@@ -46,7 +48,8 @@ def mark_changed(error: BaseException) -> None:
 def leaves_doubt(error: BaseException) -> bool:
     """True if the state of a group is not known any more because ``error`` ends one of its
     calls."""
-    return not isinstance(error, DistError) and not hasattr(error, _UNCHANGED)
+    known = isinstance(error, DistError) and not isinstance(error, DeviceError)
+    return not known and not hasattr(error, _UNCHANGED)
 
 
 def mark_delivered(error: BaseException | None) -> None:

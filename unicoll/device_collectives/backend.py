@@ -16,6 +16,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from unicoll.arrays.types import DType, Reduction
@@ -39,7 +40,12 @@ from unicoll.device_collectives.memory.symmetric_memory import DeviceArray
 from unicoll.device_collectives.operations import OPERATIONS, batch, check_algorithm, check_options
 from unicoll.device_collectives.stream_completion import StreamCompletion
 from unicoll.device_collectives.stream_order import other_streams
-from unicoll.devices.device_runtime import LEGACY_STREAM, DeviceRuntime, on_device
+from unicoll.devices.device_runtime import (
+    LEGACY_STREAM,
+    DeviceError,
+    DeviceRuntime,
+    on_device,
+)
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.process import logs
 
@@ -290,21 +296,27 @@ class DeviceBackend(Backend):
         them too early."""
         captured = stream > LEGACY_STREAM and self.runtime.capturing(stream)
         others = other_streams(calls, stream)
-        resources.streams.wait_for_producers(others, stream, stream)
-        # The order of the next steps: the library gets the arrays; an event behind the operation
-        # keeps them; the other streams of the arrays wait for the operation; only then are the
-        # references dropped, because from then on their libraries may reuse the memory in the order
-        # of these streams.
-        self._issue(calls, resources, stream)
-        pending = None
-        if captured:
-            # The program keeps the arrays of a graph, and an event that a graph records cannot be
-            # queried.
-            resources.in_flight.recorded = True
-            resources.in_flight.begun = ()
-        else:
-            pending = resources.in_flight.add(calls, stream, stream, False)
-        resources.streams.release_consumers(others, stream)
+        try:
+            resources.streams.wait_for_producers(others, stream, stream)
+            # The order of the next steps: the library gets the arrays; an event behind the
+            # operation keeps them; the other streams of the arrays wait for the operation; only
+            # then are the references dropped, because from then on their libraries may reuse the
+            # memory in the order of these streams.
+            self._issue(calls, resources, stream)
+            pending = None
+            if captured:
+                # The program keeps the arrays of a graph, and an event that a graph records cannot
+                # be queried.
+                resources.in_flight.recorded = True
+                resources.in_flight.begun = ()
+            else:
+                pending = resources.in_flight.add(calls, stream, stream, False)
+            resources.streams.release_consumers(others, stream)
+        except DeviceError as e:
+            if captured:
+                # The graph is not complete, and nothing of it has run: the group is as it was.
+                self.detection.mark_if_harmless(e)
+            raise
         if pending is not None and self.runtime.frees_in_order:
             pending.release()
         return pending
@@ -320,17 +332,28 @@ class DeviceBackend(Backend):
             if not first.op.moves_data:
                 return self._post_barrier(resources, first)
             current = (first.inputs or first.outputs)[0].stream
-            own, streams, in_flight = resources.stream, resources.streams, resources.in_flight
-            with streams.device_context(current):
-                captured = current > LEGACY_STREAM and self.runtime.capturing(current)
-                streams.wait_for_producers(other_streams(calls, own), own, current)
-                # The start is recorded after the wait for the producers, which does not count as
-                # time of the operation.
-                start = in_flight.record_start(first) if not captured else 0
-                self._issue(calls, resources, own)
-                work = in_flight.add(calls, own, current, captured, start)
-                on_host = self.runtime.host_memory
-                return StreamCompletion(in_flight, work, on_host, not on_host)
+            with resources.streams.device_context(current):
+                return self._post_on(calls, resources, current)
+
+    def _post_on(
+        self, calls: tuple[Call, ...], resources: GroupResources, current: int
+    ) -> StreamCompletion:
+        """Put calls on the group's own stream, after the work on the caller's."""
+        own, streams, in_flight = resources.stream, resources.streams, resources.in_flight
+        captured = current > LEGACY_STREAM and self.runtime.capturing(current)
+        try:
+            streams.wait_for_producers(other_streams(calls, own), own, current)
+            # The start is recorded after the wait for the producers, which does not count as time
+            # of the operation.
+            start = in_flight.record_start(calls[0]) if not captured else 0
+            self._issue(calls, resources, own)
+            work = in_flight.add(calls, own, current, captured, start)
+        except DeviceError as e:
+            if captured:
+                self.detection.mark_if_harmless(e)
+            raise
+        on_host = self.runtime.host_memory
+        return StreamCompletion(in_flight, work, on_host, not on_host)
 
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
         """Sends and receives of a batch are one group call, so that their order does not matter."""
@@ -369,10 +392,22 @@ class DeviceBackend(Backend):
                     else batch(comm, calls, stream)
                 )
                 if code:
-                    resources.comm.handle_code(code, first, time.monotonic() + first.timeout)
+                    self._handle_code(code, first, resources, stream)
         finally:
             # The tuple refers to the arrays, so it does not outlast the call.
             in_flight.issuing = None
+
+    def _handle_code(self, code: int, call: Call, resources: GroupResources, stream: int) -> None:
+        """Wait while the library is in progress; else raise for the code, and fail the group, whose
+        other ranks wait for this one.
+
+        An argument that the library refuses is refused on all ranks.
+        """
+        with ExitStack() as stack:
+            # An error in a capture leaves the group as it was: nothing of the graph has run.
+            if not (stream > LEGACY_STREAM and self.runtime.capturing(stream)):
+                stack.enter_context(self.detection.failing_group(f"calling {call.op.name} on"))
+            resources.comm.handle_code(code, call, time.monotonic() + call.timeout)
 
     def _number(self, calls: Iterable[Call]) -> None:
         """Set the calls' sequence numbers, right before the library gets them."""
@@ -515,6 +550,9 @@ class DeviceBackend(Backend):
     @property
     def failure(self) -> DistError | None:
         return self._state.error
+
+    def raise_failure(self) -> None:
+        self.detection.check_now()
 
     @property
     def sequence(self) -> int:

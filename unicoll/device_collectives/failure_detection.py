@@ -10,18 +10,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from unicoll.backend import Call, operation_errors
 from unicoll.backend.group_state import GroupState
-from unicoll.calls.error_marks import is_delivered
+from unicoll.calls.error_marks import is_delivered, mark_unchanged
 from unicoll.device_collectives.communicators.teardown import END_S
 from unicoll.device_collectives.group_resources import GroupResources
-from unicoll.device_collectives.in_flight import InFlight
+from unicoll.device_collectives.in_flight import InFlight, PendingWork
 from unicoll.device_collectives.interface import SUCCESS
 from unicoll.device_collectives.watchdog_thread import WatchdogThread
+from unicoll.devices.device_runtime import DeviceError
 from unicoll.errors import (
     DistArgumentError,
     DistError,
@@ -91,6 +92,17 @@ class FailureDetection:
         self._state.check()
         self._check_departures(call)
 
+    def check_now(self) -> None:
+        """Raise if the group has failed, or if the library reports an error that the watchdog has
+        not seen yet."""
+        resources = self._resources
+        if resources is not None and self._state.error is None:
+            try:
+                self._check_library(resources, resources.in_flight.first_pending())
+            except DistError as e:
+                self._announce(e)
+        self._state.check()
+
     # --- the watchdog's sweep ---------------------------------------------------------------------
 
     def sweep(self, now: float) -> bool:
@@ -108,11 +120,20 @@ class FailureDetection:
             if self._state.error is None:
                 self._check_communicator(resources, now)
         except DistError as e:
-            self._state.announce(e)
+            self._announce(e)
         if self._log_at is not None and now >= self._log_at:
             self._log_at = None
             self._log_failure(resources.in_flight.lost)
         return resources.in_flight.has_callbacks
+
+    def _announce(self, error: DistError) -> None:
+        """Fail the group on all ranks; an error of the device does not name the rank itself."""
+        if self._state.error is not None:
+            return
+        if isinstance(error, DeviceError):
+            what = "using the device of"
+            error = operation_errors.member_failed_error(self._context, what, error)
+        self._state.announce(error)
 
     def _log_failure(self, lost: str) -> None:
         """Log the error with which the group has failed if no call has raised it."""
@@ -133,24 +154,31 @@ class FailureDetection:
 
     def _check_communicator(self, resources: GroupResources, now: float) -> None:
         """Raise if the library reports an error, a member died or a deadline has passed."""
-        comm, in_flight = resources.comm, resources.in_flight
-        state = comm.state()
+        in_flight = resources.in_flight
         # Only this thread removes operations, so the deque cannot become empty between the two
         # reads.
         first = in_flight.operations[0] if in_flight.operations else None
         self._check_issuing(in_flight, now)
-        if state not in (SUCCESS, comm.library.in_progress):
-            call = first.describe_call() if first is not None else None
-            # The error of a library names no rank. A death that caused it is reported by the
-            # control plane, maybe a moment later.
-            comm.await_death_notice(state, call)
-            raise comm.error(state, "an operation in progress", call)
+        self._check_library(resources, first)
         if first is None:
             return
         self._check_departures(first.describe_call())
         overdue = in_flight.overdue(now)
         if overdue is not None:
             raise operation_errors.timeout_error(self._context, overdue.describe_call())
+
+    def _check_library(self, resources: GroupResources, first: PendingWork | None) -> None:
+        """Raise if the library reports an error of the communicator; ``first`` is the first
+        operation in flight."""
+        comm = resources.comm
+        state = comm.state()
+        if state in (SUCCESS, comm.library.in_progress):
+            return
+        call = first.describe_call() if first is not None else None
+        # The error of a library names no rank. A death that caused it is reported by the control
+        # plane, maybe a moment later.
+        comm.await_death_notice(state, call)
+        raise comm.error(state, "an operation in progress", call)
 
     def _check_issuing(self, in_flight: InFlight, now: float) -> None:
         """Raise if a thread is in the library for longer than its call's timeout.
@@ -201,7 +229,7 @@ class FailureDetection:
         others would wait.
 
         An argument that is refused is refused on all members. Without ``what`` other errors are,
-        too, and only a timeout fails the group.
+        too, and only a timeout, or the end of the device's context, fails the group.
         """
         try:
             yield
@@ -211,9 +239,23 @@ class FailureDetection:
             self._state.announce(e)
             raise
         except DistError as e:
-            if what is not None and self._state.error is None:
+            if what is None:
+                self.mark_if_harmless(e)
+            elif self._state.error is None:
                 self._state.announce(operation_errors.member_failed_error(self._context, what, e))
             raise
+
+    def mark_if_harmless(self, error: DistError) -> None:
+        """Say that an error of the device leaves the group as it was, unless the device's context
+        has ended."""
+        resources = self._resources
+        if not isinstance(error, DeviceError) or error.context_ended or resources is None:
+            return
+        # The code of a library does not tell whether the context has ended, but any later call of
+        # the device does. This one disturbs no capture.
+        with suppress(DeviceError):
+            resources.comm.runtime.capturing(resources.stream)
+            mark_unchanged(error)
 
     def _start_abort(self, cause: DistError) -> None:
         """Stop the group's operations, on another thread."""
@@ -285,7 +327,10 @@ class FailureDetection:
             return
         failed_before = state.error
         if resources is not None and failed_before is None:
-            self._drain(resources.in_flight)
+            try:
+                self._drain(resources.in_flight)
+            except DeviceError as e:
+                self._announce(e)
         failed = state.close()
         if failed is None:
             # No failure can come any more, so no other thread would set the flag.

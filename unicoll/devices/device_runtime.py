@@ -31,7 +31,14 @@ _MIN_SLEEP_S, _MAX_SLEEP_S = 20e-6, 1e-3
 
 
 class DeviceError(DistBackendError):
-    """A call of a device's runtime failed."""
+    """A call of a device's runtime failed.
+
+    Attributes:
+        context_ended: True if the device's context has ended: all later work of this process on the
+            device fails, too, as after a kernel that traps.
+    """
+
+    context_ended = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,9 @@ class DeviceFacts:
 class DeviceRuntime(ABC):
     """The devices of one type in this process. All methods are thread-safe and raise
     :class:`DeviceError`.
+
+    Once a device's context has ended, what frees, destroys or unpins has nothing to do, and raises
+    nothing, and neither does :meth:`set_device`: the teardown of a group works then, too.
 
     Attributes:
         name: for messages: ``"CUDA"``.

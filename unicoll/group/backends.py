@@ -193,9 +193,7 @@ class GroupBackends:
         """
         name = call.op.name
         if self.closed:
-            raise GroupAbortedError(
-                f"group {self._context.name!r} {self.closed}", group=self._context.name, op=name
-            )
+            raise self._destroyed(name)
         buffers = call.inputs or call.outputs
         backend: Backend | None = self.host
         if buffers:
@@ -227,6 +225,10 @@ class GroupBackends:
                 )
             backend = through_host
         return backend if self._call_checks is None else self._call_checks.wrap(backend)
+
+    def _destroyed(self, op: str | None) -> GroupAbortedError:
+        name = self._context.name
+        return GroupAbortedError(f"group {name!r} {self.closed}", group=name, op=op)
 
     def _stage(self, device: str) -> Backend | None:
         """Staging of device arrays for all operations; None if the host's backend does not support
@@ -280,6 +282,17 @@ class GroupBackends:
         for cls in dict.fromkeys(choice.cls for choice in choices):
             if cls in self._by_class:
                 self._by_class[cls].split(None)
+
+    def check(self) -> None:
+        """Raise the error with which a backend has failed."""
+        if self.closed:
+            raise self._destroyed(None)
+        try:
+            for backend in self.all:
+                backend.raise_failure()
+        except DistError:
+            self.failure_delivered()
+            raise
 
     def fail(self, error: DistError) -> None:
         """End the group with an error, on all members."""

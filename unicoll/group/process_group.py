@@ -563,6 +563,22 @@ class ProcessGroup:
 
     # --- end --------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Raise the error with which the group has failed, if it has; else return at once.
+
+        Operations on a device end after their calls have returned, so an error may come when no
+        call is left to raise it: check before you save a result, behind the synchronization with
+        the device. It asks the library for the state of the communicator, as the watchdog does ten
+        times a second, and nothing else; it waits for nothing. Any member may call it at any time,
+        also while a thread is in an operation.
+
+        Raises:
+            DistError: the error that calls of the group raise since it has failed, or that the
+                library reports now.
+            GroupAbortedError: the group was destroyed.
+        """
+        self._backends.check()
+
     def abort(self, reason: str = "aborted by the program") -> None:
         """Make every pending and later operation of the group raise GroupAbortedError, on all
         members."""

@@ -114,6 +114,7 @@ class Staged(Backend):
         return f"{arrays} {staged}"
 
     def run(self, call: Call) -> None:
+        self._host.raise_failure()
         if call.op.name in _MESSAGES:
             self._p2p.run(call)
         else:
@@ -121,6 +122,8 @@ class Staged(Backend):
         call.write_back()
 
     def post(self, calls: Sequence[Call], stream: object = None) -> Completion:
+        # The error of a failed group comes before one of the device, which is maybe its cause.
+        self._host.raise_failure()
         calls = tuple(calls)
         if calls[0].op.name in _MESSAGES:
             return _Unpacking(self._p2p.post(calls[0]), calls, self._copier)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from unicoll.arrays.conversion import Buffer
@@ -13,6 +14,7 @@ from unicoll.calls.call import Call
 from unicoll.devices.device_runtime import (
     LEGACY_STREAM,
     PER_THREAD_STREAM,
+    DeviceError,
     DeviceRuntime,
     await_event,
     on_device,
@@ -231,7 +233,9 @@ class HostCopier:
 
     def close(self) -> None:
         """Release everything except memory that a device still uses."""
-        self._release_retained(time.monotonic() + _SETTLE_S)
+        # After an error of the device it is not known what it still uses: that memory stays.
+        with suppress(DeviceError):
+            self._release_retained(time.monotonic() + _SETTLE_S)
         streams, self._streams = self._streams, {}
         for device, each in streams.items():
             with on_device(self.runtime, device):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -155,7 +156,9 @@ class SymmetricMemory:
     def _free_unused(self) -> None:
         """Free all dropped memory that the device no longer uses after some seconds."""
         until = time.monotonic() + _FREE_S
-        self._free([one.number for one in list(self._dropped) if self._unused(one, until)])
+        # After an error of the device it is not known what still uses the memory.
+        with suppress(DeviceError):
+            self._free([one.number for one in list(self._dropped) if self._unused(one, until)])
 
     def _free(self, numbers: Container[int]) -> None:
         """Free dropped memory that the device no longer uses; no other thread uses the

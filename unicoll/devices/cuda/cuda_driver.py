@@ -131,7 +131,7 @@ class CudaDriver(Driver):
     def set_device(self, device: int) -> None:
         context = 0 if device < 0 else self._contexts.get(device) or self._retain(device)
         if self._current() != context:
-            self._call("context_set", context or None)
+            self._call_unless_ended("context_set", context or None)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         self._call("copy", to, source, nbytes, stream)
@@ -160,11 +160,11 @@ class CudaDriver(Driver):
         if context == before:
             yield
             return
-        self._call("context_set", context)
+        self._call_unless_ended("context_set", context)
         try:
             yield
         finally:
-            self._call("context_set", before or None)
+            self._call_unless_ended("context_set", before or None)
 
     # --- calls ---
 

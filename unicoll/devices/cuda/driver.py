@@ -33,6 +33,14 @@ _POINTER_ATTRIBUTES = (c_int * 3)(2, 8, 9)
 """Attributes of an address: memory type, managed or not, ordinal of its device."""
 _UNREGISTERED, _HOST_MEMORY = 0, 1
 _TEXT_BYTES = 256
+_CONTEXT_ENDED = frozenset(
+    (4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 911)
+)
+"""Codes after which only the end of the process makes the device usable again: the library is
+shutting down; ECC, NVLink or contained hardware errors; an illegal address; a launch timeout; a
+destroyed context; an assertion; a hardware stack error; an illegal instruction; a misaligned
+address; an invalid address space; an invalid program counter; a launch failure; a leak of tensor
+memory; an error of an external device. CUDA and HIP have the same numbers."""
 
 _number, _text, _out = POINTER(c_int), c_char_p, POINTER(c_void_p)
 _stream = _event = _address = c_void_p
@@ -179,7 +187,7 @@ class Driver(DeviceRuntime):
         return made.value or 0
 
     def destroy_stream(self, stream: int) -> None:
-        self._call("stream_destroy", stream)
+        self._call_unless_ended("stream_destroy", stream)
 
     def stream_done(self, stream: int) -> bool:
         code = self._c.stream_query(stream)
@@ -202,7 +210,7 @@ class Driver(DeviceRuntime):
         return made.value or 0
 
     def destroy_event(self, event: int) -> None:
-        self._call("event_destroy", event)
+        self._call_unless_ended("event_destroy", event)
 
     def record(self, event: int, stream: int) -> None:
         code = self._c.event_record(event, stream)
@@ -238,7 +246,7 @@ class Driver(DeviceRuntime):
         return made.value
 
     def free(self, ptr: int) -> None:
-        self._call("mem_free", ptr)
+        self._call_unless_ended("mem_free", ptr)
 
     def pin(self, nbytes: int) -> int:
         made = c_void_p()
@@ -246,7 +254,7 @@ class Driver(DeviceRuntime):
         return made.value or 0
 
     def unpin(self, ptr: int) -> None:
-        self._call("host_free", ptr)
+        self._call_unless_ended("host_free", ptr)
 
     def allocation(self, ptr: int) -> int:
         start, size = c_uint64(), c_size_t()
@@ -287,12 +295,22 @@ class Driver(DeviceRuntime):
         if code:
             self._failed(name, code, *arguments)
 
+    def _call_unless_ended(self, name: str, *arguments: Any) -> None:
+        """A call that has nothing to do once the context has ended."""
+        try:
+            self._call(name, *arguments)
+        except DeviceError as e:
+            if not e.context_ended:
+                raise
+
     def _failed(self, name: str, code: int, *arguments: Any) -> int:
         """Raise for the code of a call, unless that is ``NOT_READY``; returns the code."""
         if code not in (SUCCESS, NOT_READY):
             error, meaning = self._error_texts(code)
             what = f"{error or f'error {code}'}{f': {meaning}' if meaning else ''}"
-            raise DeviceError(f"{self.symbols[name]}: {what}")
+            failure = DeviceError(f"{self.symbols[name]}: {what}")
+            failure.context_ended = code in _CONTEXT_ENDED
+            raise failure
         return code
 
     def _number(self, name: str, *arguments: Any) -> int:

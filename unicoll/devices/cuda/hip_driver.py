@@ -175,7 +175,7 @@ class HipDriver(Driver):
 
     def set_device(self, device: int) -> None:
         if self._number("get_device") != max(device, 0):
-            self._call("set_device", max(device, 0))
+            self._call_unless_ended("set_device", max(device, 0))
         self._thread.chosen = device >= 0
 
     def stream_done(self, stream: int) -> bool:
