@@ -84,7 +84,7 @@ def after_a_trap(name: str) -> tuple[str, str, str, str]:
 
     def attempt() -> None:
         _CALLS[name][0](x, y)
-        await_true(lambda: group.job.control.group_failure("world"))
+        await_true(lambda: all(backend.failure for backend in group.backends))
         group.check()
 
     return (
@@ -217,7 +217,6 @@ def check_of_a_group(way: str) -> tuple[str, str, str]:
         else:
             ranks.nccl().inject(Result.REMOTE_ERROR)
             return before, error_of(group.check), error_of(dist.destroy_process_group)
-    await_true(lambda: group.job.control.group_failure("world"))
     await_true(lambda: backend_of().failure)
     return before, error_of(group.check), error_of(dist.destroy_process_group)
 

@@ -95,6 +95,14 @@ class Program:
         with self.current:
             return [text for i, held in enumerate(self.held) if (text := self.complaint(i, held))]
 
+    def end(self) -> None:
+        """Wait for what is pending in a group that may have failed, and destroy the graphs."""
+        for work, _ in self.pending:
+            with suppress(dist.DistError):
+                work.synchronize()
+        for graph in self.graphs:
+            graph.destroy()
+
     def complaint(self, i: int, held: _Held) -> str | None:
         """The error of an array, or None."""
         got, wanted = held.array.numpy(), held.values[self.me]
@@ -316,11 +324,7 @@ def _fail(seed: int, steps: int) -> list[str]:
             last = program.groups[0].all_reduce(x, async_op=True)
             last.synchronize()  # ends a program that has noticed nothing
             found.append(f"no error after {kind} on rank {victim} at step {at}: {'; '.join(program.done)}")
-    for work, _ in program.pending:
-        with suppress(dist.DistError):
-            work.synchronize()
-    for graph in program.graphs:
-        graph.destroy()
+    program.end()
     with suppress(dist.DistError):
         dist.destroy_process_group(group)
     return found
@@ -406,11 +410,7 @@ def _trap(seed: int) -> list[str]:
         group.all_reduce(arrays.full(1, 1.0), async_op=True).synchronize()  # type: ignore[union-attr]
     except dist.DistError as e:
         errors.append(f"{e}")
-    for work, _ in program.pending:
-        with suppress(dist.DistError):
-            work.synchronize()
-    for graph in program.graphs:
-        graph.destroy()
+    program.end()
     errors.append(error_of(dist.destroy_process_group))
     return [] if errors[0] != "nothing" else [f"program {seed} has raised nothing"]
 

@@ -312,6 +312,17 @@ def test_what_frees_raises_nothing_in_a_context_that_has_ended(
             assert raised.value.context_ended is (code in ENDED)
 
 
+@pytest.mark.parametrize("symbol", ["cuCtxGetDevice", "cuCtxGetCurrent", "cuCtxSetCurrent"])
+def test_a_device_is_made_current_in_a_context_that_has_ended(
+    symbol: str, driver: CudaDriver, machine: Machine
+) -> None:
+    driver.set_device(1)
+    machine.answers[symbol] = lambda *arguments: 719
+    with on_device(driver, 0):
+        driver.free(MEMORY)
+    driver.set_device(-1)
+
+
 def _with_a_context(machine: Machine, answer: Callable[..., int]) -> Callable[..., int]:
     return lambda *arguments: answer(*arguments) if machine.current() else INVALID_CONTEXT
 

@@ -244,6 +244,16 @@ def test_calls_and_their_errors(
         assert raised.value.context_ended
 
 
+@pytest.mark.parametrize("symbol", ["hipGetDevice", "hipSetDevice"])
+def test_a_device_is_made_current_after_the_device_has_failed(
+    symbol: str, driver: HipDriver, machine: Machine
+) -> None:
+    driver.set_device(1)
+    machine.fail(symbol, 719)
+    with on_device(driver, 0):
+        driver.free(MEMORY)
+
+
 @pytest.mark.parametrize(
     ("ask", "symbol"),
     [(lambda d: d.event_done(EVENT), "hipEventQuery"), (lambda d: d.stream_done(STREAM), "hipStreamQuery")],

@@ -16,7 +16,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from typing import Any
 
 from unicoll.arrays.types import DType, Reduction
@@ -275,13 +275,17 @@ class DeviceBackend(Backend):
     def run(self, call: Call) -> PendingWork | None:
         with self._lock:
             resources = self._prepare(call)
-            if not call.op.moves_data:
-                pending, completion = None, self._post_barrier(resources, call)
-            else:
-                completion = None
-                stream = (call.inputs or call.outputs)[0].stream
-                with resources.streams.device_context(stream):
-                    pending = self._run_on((call,), resources, stream)
+            try:
+                if not call.op.moves_data:
+                    pending, completion = None, self._post_barrier(resources, call)
+                else:
+                    completion = None
+                    stream = (call.inputs or call.outputs)[0].stream
+                    with resources.streams.device_context(stream):
+                        pending = self._run_on((call,), resources, stream)
+            except DistError as e:
+                self._handle_error(e, call, resources)
+                raise
         if completion is not None:
             # The lock is not held here: the wait blocks the host, and the thread that stops a
             # failed group takes the lock.
@@ -296,27 +300,21 @@ class DeviceBackend(Backend):
         them too early."""
         captured = stream > LEGACY_STREAM and self.runtime.capturing(stream)
         others = other_streams(calls, stream)
-        try:
-            resources.streams.wait_for_producers(others, stream, stream)
-            # The order of the next steps: the library gets the arrays; an event behind the
-            # operation keeps them; the other streams of the arrays wait for the operation; only
-            # then are the references dropped, because from then on their libraries may reuse the
-            # memory in the order of these streams.
-            self._issue(calls, resources, stream)
-            pending = None
-            if captured:
-                # The program keeps the arrays of a graph, and an event that a graph records cannot
-                # be queried.
-                resources.in_flight.recorded = True
-                resources.in_flight.begun = ()
-            else:
-                pending = resources.in_flight.add(calls, stream, stream, False)
-            resources.streams.release_consumers(others, stream)
-        except DeviceError as e:
-            if captured:
-                # The graph is not complete, and nothing of it has run: the group is as it was.
-                self.detection.mark_if_harmless(e)
-            raise
+        resources.streams.wait_for_producers(others, stream, stream)
+        # The order of the next steps: the library gets the arrays; an event behind the operation
+        # keeps them; the other streams of the arrays wait for the operation; only then are the
+        # references dropped, because from then on their libraries may reuse the memory in the order
+        # of these streams.
+        self._issue(calls, resources, stream)
+        pending = None
+        if captured:
+            # The program keeps the arrays of a graph, and an event that a graph records cannot be
+            # queried.
+            resources.in_flight.recorded = True
+            resources.in_flight.begun = ()
+        else:
+            pending = resources.in_flight.add(calls, stream, stream, False)
+        resources.streams.release_consumers(others, stream)
         if pending is not None and self.runtime.frees_in_order:
             pending.release()
         return pending
@@ -329,11 +327,15 @@ class DeviceBackend(Backend):
             # nothing on the device.
             for call in calls:
                 resources = self._prepare(call)
-            if not first.op.moves_data:
-                return self._post_barrier(resources, first)
-            current = (first.inputs or first.outputs)[0].stream
-            with resources.streams.device_context(current):
-                return self._post_on(calls, resources, current)
+            try:
+                if not first.op.moves_data:
+                    return self._post_barrier(resources, first)
+                current = (first.inputs or first.outputs)[0].stream
+                with resources.streams.device_context(current):
+                    return self._post_on(calls, resources, current)
+            except DistError as e:
+                self._handle_error(e, first, resources)
+                raise
 
     def _post_on(
         self, calls: tuple[Call, ...], resources: GroupResources, current: int
@@ -341,17 +343,12 @@ class DeviceBackend(Backend):
         """Put calls on the group's own stream, after the work on the caller's."""
         own, streams, in_flight = resources.stream, resources.streams, resources.in_flight
         captured = current > LEGACY_STREAM and self.runtime.capturing(current)
-        try:
-            streams.wait_for_producers(other_streams(calls, own), own, current)
-            # The start is recorded after the wait for the producers, which does not count as time
-            # of the operation.
-            start = in_flight.record_start(calls[0]) if not captured else 0
-            self._issue(calls, resources, own)
-            work = in_flight.add(calls, own, current, captured, start)
-        except DeviceError as e:
-            if captured:
-                self.detection.mark_if_harmless(e)
-            raise
+        streams.wait_for_producers(other_streams(calls, own), own, current)
+        # The start is recorded after the wait for the producers, which does not count as time of
+        # the operation.
+        start = in_flight.record_start(calls[0]) if not captured else 0
+        self._issue(calls, resources, own)
+        work = in_flight.add(calls, own, current, captured, start)
         on_host = self.runtime.host_memory
         return StreamCompletion(in_flight, work, on_host, not on_host)
 
@@ -392,22 +389,26 @@ class DeviceBackend(Backend):
                     else batch(comm, calls, stream)
                 )
                 if code:
-                    self._handle_code(code, first, resources, stream)
+                    resources.comm.handle_code(code, first, time.monotonic() + first.timeout)
         finally:
             # The tuple refers to the arrays, so it does not outlast the call.
             in_flight.issuing = None
 
-    def _handle_code(self, code: int, call: Call, resources: GroupResources, stream: int) -> None:
-        """Wait while the library is in progress; else raise for the code, and fail the group, whose
-        other ranks wait for this one.
+    def _handle_error(self, error: DistError, call: Call, resources: GroupResources) -> None:
+        """Fail the group because of an error of the device or the library: the other ranks wait for
+        this one.
 
-        An argument that the library refuses is refused on all ranks.
+        The device's lock is not held here, because the announcement waits for an answer.
         """
-        with ExitStack() as stack:
-            # An error in a capture leaves the group as it was: nothing of the graph has run.
-            if not (stream > LEGACY_STREAM and self.runtime.capturing(stream)):
-                stack.enter_context(self.detection.failing_group(f"calling {call.op.name} on"))
-            resources.comm.handle_code(code, call, time.monotonic() + call.timeout)
+        what: str | None = f"calling {call.op.name} on"
+        buffers = call.inputs or call.outputs
+        stream = buffers[0].stream if buffers else 0
+        # In a context that has ended the question itself raises.
+        with suppress(DeviceError), resources.streams.device_context(stream):
+            if stream > LEGACY_STREAM and self.runtime.capturing(stream):
+                # The graph is not complete, and nothing of it has run: the group is as it was.
+                what = None
+        self.detection.handle_error(error, what)
 
     def _number(self, calls: Iterable[Call]) -> None:
         """Set the calls' sequence numbers, right before the library gets them."""
@@ -534,8 +535,12 @@ class DeviceBackend(Backend):
             if buffer.device.index != resources.device:
                 raise self._other_device(resources, call.op.name, buffer.device.index)
             resources.memory.prepare_one_sided(call)
-            with resources.streams.device_context(buffer.stream):
-                self._run_on((call,), resources, buffer.stream)
+            try:
+                with resources.streams.device_context(buffer.stream):
+                    self._run_on((call,), resources, buffer.stream)
+            except DistError as e:
+                self._handle_error(e, call, resources)
+                raise
 
     # --- failure and teardown ---------------------------------------------------------------------
 

@@ -233,19 +233,23 @@ class FailureDetection:
         """
         try:
             yield
-        except DistArgumentError:
-            raise
-        except (OperationTimeoutError, RankLostError) as e:
-            self._state.announce(e)
-            raise
         except DistError as e:
-            if what is None:
-                self.mark_if_harmless(e)
-            elif self._state.error is None:
-                self._state.announce(operation_errors.member_failed_error(self._context, what, e))
+            self.handle_error(e, what)
             raise
 
-    def mark_if_harmless(self, error: DistError) -> None:
+    def handle_error(self, error: DistError, what: str | None) -> None:
+        """What :meth:`failing_group` does with an error."""
+        if isinstance(error, DistArgumentError):
+            return
+        if isinstance(error, OperationTimeoutError | RankLostError):
+            self._state.announce(error)
+        elif what is None:
+            self._mark_if_harmless(error)
+        elif self._state.error is None:
+            error = operation_errors.member_failed_error(self._context, what, error)
+            self._state.announce(error)
+
+    def _mark_if_harmless(self, error: DistError) -> None:
         """Say that an error of the device leaves the group as it was, unless the device's context
         has ended."""
         resources = self._resources

@@ -65,7 +65,8 @@ class DeviceRuntime(ABC):
     :class:`DeviceError`.
 
     Once a device's context has ended, what frees, destroys or unpins has nothing to do, and raises
-    nothing, and neither does :meth:`set_device`: the teardown of a group works then, too.
+    nothing, and neither do :meth:`current_device` and :meth:`set_device`: the teardown of a group
+    works then, too.
 
     Attributes:
         name: for messages: ``"CUDA"``.

@@ -569,8 +569,8 @@ class ProcessGroup:
         Operations on a device end after their calls have returned, so an error may come when no
         call is left to raise it: check before you save a result, behind the synchronization with
         the device. It asks the library for the state of the communicator, as the watchdog does ten
-        times a second, and nothing else; it waits for nothing. Any member may call it at any time,
-        also while a thread is in an operation.
+        times a second, and nothing else, and does not wait for operations. Any member may call it
+        at any time, also while a thread is in an operation.
 
         Raises:
             DistError: the error that calls of the group raise since it has failed, or that the

@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from unicoll.arrays.conversion import Buffer
@@ -226,16 +225,21 @@ class HostCopier:
             # still uses goes into the new list.
             retained, self._retained = self._retained, []
         for one in retained:
-            if all(await_event(self.runtime, event, deadline) for event in one.events):
+            if self._is_done(one, deadline):
                 self.release(one.memory, one.device, one.events)
             else:
                 self.retain(one.memory, one.buffers, one.device, one.events)
 
+    def _is_done(self, one: _RetainedMemory, deadline: float) -> bool:
+        try:
+            return all(await_event(self.runtime, event, deadline) for event in one.events)
+        except DeviceError:
+            # It is not known what the device still uses.
+            return False
+
     def close(self) -> None:
         """Release everything except memory that a device still uses."""
-        # After an error of the device it is not known what it still uses: that memory stays.
-        with suppress(DeviceError):
-            self._release_retained(time.monotonic() + _SETTLE_S)
+        self._release_retained(time.monotonic() + _SETTLE_S)
         streams, self._streams = self._streams, {}
         for device, each in streams.items():
             with on_device(self.runtime, device):

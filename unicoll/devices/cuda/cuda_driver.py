@@ -17,7 +17,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
 
 from unicoll.devices.cuda import driver
-from unicoll.devices.cuda.driver import Driver
+from unicoll.devices.cuda.driver import CONTEXT_ENDED, Driver
 from unicoll.devices.device_runtime import DeviceError, DeviceRuntime
 
 VARIABLE = "UNICOLL_CUDA_LIBRARY"
@@ -122,7 +122,7 @@ class CudaDriver(Driver):
     def current_device(self) -> int:
         found = c_int()
         code = self._c.context_device(byref(found))
-        if code == _INVALID_CONTEXT:
+        if code == _INVALID_CONTEXT or code in CONTEXT_ENDED:
             return -1
         if code:
             super()._failed("context_device", code)
@@ -150,7 +150,7 @@ class CudaDriver(Driver):
     def _current(self) -> int:
         found = c_void_p()
         code = self._c.context_current(byref(found))
-        if code:
+        if code and code not in CONTEXT_ENDED:
             super()._failed("context_current", code)
         return found.value or 0
 

@@ -33,7 +33,7 @@ _POINTER_ATTRIBUTES = (c_int * 3)(2, 8, 9)
 """Attributes of an address: memory type, managed or not, ordinal of its device."""
 _UNREGISTERED, _HOST_MEMORY = 0, 1
 _TEXT_BYTES = 256
-_CONTEXT_ENDED = frozenset(
+CONTEXT_ENDED = frozenset(
     (4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 911)
 )
 """Codes after which only the end of the process makes the device usable again: the library is
@@ -309,7 +309,7 @@ class Driver(DeviceRuntime):
             error, meaning = self._error_texts(code)
             what = f"{error or f'error {code}'}{f': {meaning}' if meaning else ''}"
             failure = DeviceError(f"{self.symbols[name]}: {what}")
-            failure.context_ended = code in _CONTEXT_ENDED
+            failure.context_ended = code in CONTEXT_ENDED
             raise failure
         return code
 

@@ -170,13 +170,18 @@ class HipDriver(Driver):
         )
 
     def current_device(self) -> int:
-        found = self._number("get_device")
+        found = self._device_of_thread()
         return found if found or self._thread.chosen else -1
 
     def set_device(self, device: int) -> None:
-        if self._number("get_device") != max(device, 0):
+        if self._device_of_thread() != max(device, 0):
             self._call_unless_ended("set_device", max(device, 0))
         self._thread.chosen = device >= 0
+
+    def _device_of_thread(self) -> int:
+        found = c_int()
+        self._call_unless_ended("get_device", byref(found))
+        return found.value
 
     def stream_done(self, stream: int) -> bool:
         return super().stream_done(stream) or self._forget_code()
