@@ -56,7 +56,7 @@ class XCCLBackend(DeviceBackend):
     def __init__(
         self, context: Context, parent: DeviceBackend | None = None, connect: bool = True
     ) -> None:
-        self._issuing = HostStream(f"unicoll-xccl-{context.name}")
+        self._host_stream = HostStream(f"unicoll-xccl-{context.name}")
         super().__init__(context, parent, connect)
 
     def run(self, call: Call) -> PendingWork | None:
@@ -88,17 +88,17 @@ class XCCLBackend(DeviceBackend):
             # This is true also after an error, or the stream would drop all later functions.
             return True
 
-        self._issuing.put(run)
+        self._host_stream.put(run)
         while not issued.wait(_CHECK_S):
             # The watchdog fails the group at the deadline. Then the thread stays in oneCCL; `run`
             # refers to the calls, so their arrays are kept until it returns.
-            self._state.check()
+            self.state.check()
         if errors:
             raise errors[0]
 
     def close(self) -> None:
         super().close()
-        self._issuing.close()
+        self._host_stream.close()
 
 
 class HostXCCLBackend(DeviceBackend):

@@ -17,7 +17,12 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from unicoll.devices.device_runtime import PER_THREAD_STREAM, DeviceFacts, DeviceRuntime
+from unicoll.devices.device_runtime import (
+    CAPTURE_MODE_RELAXED,
+    PER_THREAD_STREAM,
+    DeviceFacts,
+    DeviceRuntime,
+)
 from unicoll.process.interrupts import Changes, LazyThread
 
 HOST_STREAM = 0
@@ -180,8 +185,8 @@ class HostRuntime(DeviceRuntime):
     def elapsed(self, start: int, end: int) -> float:
         return self._events[end].at - self._events[start].at
 
-    def ignore_captures(self) -> None:
-        pass
+    def ignore_captures(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
+        return mode
 
     # --- memory ---
 

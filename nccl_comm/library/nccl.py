@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nccl_comm import ras
 from nccl_comm.library.errors import CODES, IN_PROGRESS, PEER_ERRORS
 from nccl_comm.library.structs import version_text
 from nccl_comm.transport_report import connecting, settings
@@ -149,3 +150,7 @@ class NcclFacts:
 
     def connection_hint(self, addresses: Sequence[str]) -> str:
         return f"{connecting(addresses, settings(self.name))}; NCCL_DEBUG=INFO logs the addresses"
+
+    def diagnosis(self) -> str:
+        said = ras.status(settings(self.name)) if self.version >= ras.SINCE else ""
+        return f"NCCL's RAS says:\n{said}" if said else ""

@@ -192,7 +192,7 @@ def test_an_operation_that_has_ended_is_never_late() -> None:
     detection.watchdog.unwatch(detection)  # this thread sweeps in its place
     detection.sweep(time.monotonic() + 31.0)
     detection.watchdog.watch(detection)
-    assert backend_of()._state.error is None
+    assert backend_of().state.error is None
     finish()
     ranks.simulation().synchronize()
 
@@ -233,9 +233,10 @@ def test_a_death_is_named_though_nccl_reports_an_error_first() -> None:
 
 
 def an_error_of_a_peer() -> None:
-    """NCCL reports that a peer has ended, though none has died."""
+    """NCCL reports that a peer has ended, though none has died. The call is a message, because a collective that a
+    rank has not made before it left fails without NCCL."""
     ranks.nccl().inject(6)
-    dist.all_reduce(arrays.full(2, 1.0))
+    dist.send(arrays.full(2, 1.0), 1)
     dist.barrier()
 
 
@@ -338,7 +339,7 @@ def shrunk_after_an_error(failing: int) -> list[Any]:
     if me < failing:
         ranks.nccl().inject(Result.REMOTE_ERROR)
     if failing:
-        await_true(lambda: backend_of()._state.error is not None)
+        await_true(lambda: backend_of().state.error is not None)
     if me == 2:
         return []
     with calling("comm_shrink", lambda *arguments: calls.append("shrink")):
@@ -775,7 +776,7 @@ def watchdog_fails() -> str:
             raise OSError("injected")
 
         backend.detection._check_communicator = fail  # type: ignore[method-assign]
-    await_true(lambda: backend._state.error is not None)
+    await_true(lambda: backend.state.error is not None)
     return error_of(lambda: dist.all_reduce(arrays.full(2, 1.0)))
 
 

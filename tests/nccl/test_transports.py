@@ -1,10 +1,12 @@
-"""NCCL's transports in explain(): the expected ones by hosts and devices, and those of NCCL's log."""
+"""NCCL's transports in explain(): the expected ones by hosts and devices, and those of NCCL's log; its RAS."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 
 import unicoll as dist
-from nccl_comm import transport_report
+from nccl_comm import ras, transport_report
 from nccl_comm.transport_report import VARIABLES, expected, logged, settings
+from tests.nccl.nccl_jobs import connect, error_of
+from tests.simulated_nccl import arrays
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.ranks import run
 from tests.support.on_ranks import on_ranks
@@ -282,3 +286,78 @@ def test_explain_describes_groups_on_several_hosts(tmp_path: Path) -> None:
     store.wait = wait
     assert "expected transports: not known (the store is gone)" in dist.explain()
     del store.wait
+
+
+class Ras:
+    """NCCL's RAS on a port of its own: answers each request with some bytes, and then closes the connection or not."""
+
+    def __init__(self, answer: bytes, closes: bool = True) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._answer, self._closes = answer, closes
+        self.asked: list[bytes] = []
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, name="simulated RAS", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return  # it has been closed
+            with connection, suppress(ConnectionResetError):  # the client may close it before it has read all
+                self.asked.append(connection.recv(100))
+                connection.sendall(self._answer)
+                if not self._closes:
+                    connection.recv(1)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self._thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("answer", "closes", "said"),
+    [
+        (b"NCCL version 2.30.7\n\nrank 1 \x1b[1mstuck\n", True, "NCCL version 2.30.7\nrank 1 \\x1b[1mstuck"),
+        (b"line\n" * 50, True, "\n".join(["line"] * 40 + ["... and 10 more lines"])),
+        (b"begun", False, "begun"),
+        (b"", True, ""),
+        (b"x" * 100_000, False, "x" * 200),
+    ],
+)
+def test_what_ras_says(answer: bytes, closes: bool, said: str) -> None:
+    server = Ras(answer, closes)
+    found = ras.status({"NCCL_RAS_ADDR": server.address}, 0.5)
+    server.close()
+    assert found == said
+    assert server.asked == [b"verbose status\n"]
+
+
+def late() -> str:
+    """Rank 1 does not come to an all_reduce before the deadline of the others."""
+    connect()
+    return (
+        ""
+        if dist.get_rank() == 1
+        else error_of(lambda: dist.all_reduce(arrays.full(2, 1.0), async_op=True, timeout=0.5).synchronize())
+    )
+
+
+@pytest.mark.parametrize(("version", "asks"), [(23007, True), (22304, False)])
+def test_the_error_of_a_deadline_has_what_ras_says(version: int, asks: bool) -> None:
+    server = Ras(b"rank 1 is at 1\n")
+    said = run(2, late, env={"NCCL_RAS_ADDR": server.address, "UNICOLL_LOG_LEVEL": "error"}, version=version)[
+        0
+    ]
+    server.close()
+    assert said.startswith("OperationTimeoutError: all_reduce(")
+    assert said.endswith("\nNCCL's RAS says:\nrank 1 is at 1") == bool(server.asked) == asks
+
+
+@pytest.mark.parametrize(
+    "environ", [{"NCCL_RAS_ENABLE": "0"}, {"NCCL_RAS_ADDR": "nowhere"}, {"NCCL_RAS_ADDR": "127.0.0.1:1"}]
+)
+def test_a_ras_that_does_not_answer_is_nothing(environ: dict[str, str]) -> None:
+    assert ras.status(environ, 0.5) == ""

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from tests.simulated_nccl.graphs import Capture, Graph
 from tests.simulated_nccl.memory import Memory, Pool
 from tests.simulated_nccl.streams import Op, Scheduler, Stream, Trap
-from unicoll.devices.device_runtime import DeviceError, DeviceFacts, DeviceRuntime
+from unicoll.devices.device_runtime import CAPTURE_MODE_RELAXED, DeviceError, DeviceFacts, DeviceRuntime
 
 __all__ = ["Simulation", "SimulatedCuda"]
 
@@ -309,8 +309,9 @@ class SimulatedCuda(DeviceRuntime):
             raise DeviceError("cudaErrorCapturedEvent: an event recorded under capture cannot be queried")
         return self._scheduler.query(op, f"event {event:#x}")
 
-    def ignore_captures(self) -> None:
-        self._thread.ignores_captures = True
+    def ignore_captures(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
+        before, self._thread.ignores_captures = self._thread.ignores_captures, mode == CAPTURE_MODE_RELAXED
+        return CAPTURE_MODE_RELAXED if before else 0
 
     def refuse_under_capture(self, call: str, stream: Stream | None = None) -> None:
         """Raise DeviceError for a call that is unsafe while a graph is recorded, and invalidate the capture.

@@ -10,9 +10,12 @@ Within a rank :func:`simulation` is its simulation and :func:`nccl` its NCCL. A 
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from tests.simulated_nccl import (
@@ -26,6 +29,7 @@ from tests.simulated_nccl.rccl import SimulatedHip, SimulatedRccl
 from tests.support import worker
 from tests.support.ranks import ProcessJob, joined
 from unicoll.devices import runtimes
+from unicoll.process import thread_frames
 from unicoll.testing import cases
 
 __all__ = ["Settings", "SimulatedJob", "install", "nccl", "run", "simulation", "uninstall"]
@@ -70,6 +74,8 @@ _KINDS: dict[str, tuple[type[SimulatedCuda], type[SimulatedNccl]]] = {
     "xpu": (SimulatedXpu, SimulatedOneCCL),
 }
 _installed: tuple[Simulation, SimulatedNccl] | None = None
+_USER_MODULES = {f"{__package__}.{name}" for name in ("arrays", "family", "ranks", "torch_tensors")}
+"""Modules of this package whose functions a real program would have, too."""
 _kept: list[arrays.Stream] = []
 _own: list[str] = []
 """Streams made by :func:`install`, which need not be destroyed."""
@@ -93,6 +99,28 @@ def _locate(simulation: Simulation) -> Any:
     return import_module(f"{package}.library.locate")
 
 
+def _frames() -> dict[int, FrameType]:
+    """As ``sys._current_frames`` with a real device: what simulates CUDA and NCCL has no frames, and no threads."""
+    frames = sys._current_frames()
+    # The frame of this function would keep all frames alive.
+    del frames[threading.get_ident()]
+    found = {thread: _without_simulation(frame) for thread, frame in frames.items()}
+    return {thread: frame for thread, frame in found.items() if frame is not None}
+
+
+def _without_simulation(innermost: FrameType) -> FrameType | None:
+    frame: FrameType | None = innermost
+    simulates = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        is_simulation = name.startswith(f"{__package__}.") and name not in _USER_MODULES
+        if not is_simulation and name != "threading":
+            break
+        simulates = simulates or is_simulation
+        frame = frame.f_back
+    return frame if simulates else innermost
+
+
 def install(settings: Settings, rank: int, size: int) -> None:
     """Replace the devices and their library by the simulation in this process."""
     global _installed
@@ -110,6 +138,7 @@ def install(settings: Settings, rank: int, size: int) -> None:
     runtimes.install(made.cuda.device_type, made.cuda)
     _locate(made).install(library)
     arrays.use(made)
+    thread_frames.sys = SimpleNamespace(_current_frames=_frames, _getframe=sys._getframe)
     if settings.own_stream:
         _kept.append(arrays.Stream().__enter__())
     _installed = made, library
@@ -134,6 +163,7 @@ def uninstall() -> None:
     _installed = None
     _kept.clear()
     arrays.use(None)
+    thread_frames.sys = sys
     _locate(made).install(None)
     runtimes.install(made.cuda.device_type, None)
     library.close()

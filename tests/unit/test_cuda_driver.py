@@ -371,13 +371,21 @@ def test_queries_return_a_bool_or_raise(
     assert machine.last(symbol) == ((EVENT if symbol == "cuEventQuery" else STREAM),)
 
 
-def test_ignore_captures_sets_the_relaxed_mode(driver: CudaDriver, machine: Machine) -> None:
-    modes: list[int] = []
-    machine.answers["cuThreadExchangeStreamCaptureMode"] = lambda place: (
-        modes.append(c_int.from_address(place).value) or 0
-    )
-    driver.ignore_captures()
-    assert modes == [2]
+def test_ignore_captures_sets_the_relaxed_mode_and_returns_the_one_before(
+    driver: CudaDriver, machine: Machine
+) -> None:
+    modes = [1]
+
+    def exchange(place: int) -> int:
+        mode = c_int.from_address(place)
+        modes.append(mode.value)
+        mode.value = modes[-2]
+        return 0
+
+    machine.answers["cuThreadExchangeStreamCaptureMode"] = exchange
+    assert driver.ignore_captures() == 1
+    assert driver.ignore_captures(1) == 2
+    assert modes == [1, 2, 1]
 
 
 def test_a_query_retried_with_a_context_may_return_false(driver: CudaDriver, machine: Machine) -> None:

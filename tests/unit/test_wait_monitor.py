@@ -78,7 +78,7 @@ def test_a_message_that_is_read_during_an_answer_ends_the_wait_in_it(monkeypatch
     control = SimpleNamespace(
         handle=handlers.__setitem__, failure_listeners=[], send=sent.append, relay_rank=0
     )
-    monitor = WaitMonitor(cast(Any, SimpleNamespace(control=control, groups=[])))
+    monitor = WaitMonitor(cast(Any, SimpleNamespace(control=control, groups=[], size=2)))
     read = False
 
     def message_state(*_: object) -> MessageState:

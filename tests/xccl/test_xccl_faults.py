@@ -82,23 +82,10 @@ def test_memory_that_oneccl_may_write_to_is_kept_after_the_deadline() -> None:
         assert values_of(job, [0]) == [True]
 
 
-def test_calls_that_differ_are_named_at_the_deadline() -> None:
+def test_calls_that_differ_are_named() -> None:
     with joined(3, start=XcclJob) as job:
-        job.call(call_differently, "all_reduce", "broadcast", 4, 3.0)
-        for failure, _ in values_of(job, range(3)):
-            assert failure.type == "OperationTimeoutError", failure.traceback
-            for words in (
-                "the calls differ: rank",
-                "all_reduce(float32[4], SUM)",
-                "broadcast(float32[4], root=0)",
-            ):
-                assert words in failure.message
-
-
-def test_sizes_that_differ_are_refused_before_oneccl_gets_them() -> None:
-    """It would end the process."""
-    with joined(3, start=XcclJob, env={"UNICOLL_DEBUG": "DETAIL"}) as job:
-        job.call(call_differently, "all_reduce", "all_reduce", 5, 30.0)
+        job.call(call_differently, "all_reduce", "broadcast", 4, 60.0)
         for failure, _ in values_of(job, range(3)):
             assert failure.type == "CollectiveMismatchError", failure.traceback
-            assert "all_reduce(float32[5], SUM)" in failure.message
+            for words in ("all_reduce(float32[4], SUM)", "broadcast(float32[4], root=0)"):
+                assert words in failure.message

@@ -23,14 +23,16 @@ class Learned(NamedTuple):
 
     Attributes:
         reports: by global rank (see :func:`unicoll.backend.operation_errors.report`); a rank that
-            has not replied is not in it.
+            has not replied is not in it, and neither is this rank.
         silence: why a rank may not have replied.
         links: this rank's connections that are not acknowledged, and addresses that do not answer.
+        device: the part of this rank's report that is about its device.
     """
 
     reports: dict[int, Report]
     silence: str = ""
     links: str = ""
+    device: Report = {}
 
 
 def mismatch_text(
@@ -67,8 +69,29 @@ def progress_text(
     return (
         f"; arrived: {'ranks' if len(arrived) > 1 else 'rank'} {names}{more}"
         f"; missing: {list_text(list(absent.values()))}{_differing(call, learned)}"
-        f"{_without_answer(learned, own)}"
+        f"{_on_devices(call, arrived, learned, own)}{_without_answer(learned, own)}"
     )
+
+
+def _on_devices(call: Call, arrived: Sequence[int], learned: Learned, own: int) -> str:
+    """What the devices of the ranks do that have put the call there; "" for calls on the host."""
+    found = {**learned.reports, own: learned.device}
+    states = [
+        f"rank {rank}: {_on_device(call, found[rank])}"
+        for rank in arrived
+        if "pending" in found.get(rank, {})
+    ]
+    return f"; on the devices: {'; '.join(states[:MOST_RANKS])}" if states else ""
+
+
+def _on_device(call: Call, report: Report) -> str:
+    pending = report["pending"]
+    if report.get("in_library") == call.seq:
+        return "its thread is in the library, which has not enqueued it"
+    if not pending or pending > call.seq:
+        return "it has ended"
+    what = "it has not ended" if pending == call.seq else f"#{pending} has not ended"
+    return f"{what}, behind {report['behind']}" if report.get("behind") else what
 
 
 def arrived_and_absent(

@@ -12,7 +12,7 @@ from unicoll.backend.contract import Backend, Context
 from unicoll.backend.error_texts import Report
 from unicoll.backend.group_state import GroupState
 from unicoll.calls.call import Call
-from unicoll.calls.work import HostCompletion
+from unicoll.calls.work import Completion, HostCompletion
 from unicoll.errors import DistError
 from unicoll.net.control.wait_graph import MessageState, backend_group_of
 
@@ -86,7 +86,14 @@ class ObservedBackend(Backend):
 
     def _report(self) -> Report:
         self.update()
-        return self.state.report()
+        return self.state.report() | self.device_state()
+
+    def device_state(self) -> Report:
+        """Of a library that runs on a device: ``pending``, the number of the first collective that
+        has not ended there, or 0; ``behind``, the operation of another group that it runs after, or
+        ""; ``in_library``, the number of the one that the library has not enqueued yet, or 0. Empty
+        for a backend of the host."""
+        return {}
 
     def abort(self, error: Exception) -> None:
         self.state.abort(error)
@@ -99,6 +106,11 @@ class ObservedBackend(Backend):
     def awaited_in(self, frame: FrameType) -> Call | None:
         """The call that a thread waits for in its innermost frame; None if it is in none of this
         backend, or if :mod:`unicoll.calls.thread_activity` has it."""
+        return None
+
+    def waited_for(self, completion: Completion) -> tuple[ObservedBackend, Call] | None:
+        """The call that has to end first for a posted batch to end, and its backend; None if the
+        batch is not one of this backend, or :meth:`in_background` or the message queues have it."""
         return None
 
     def operation(self, call: Call) -> Operation | None:

@@ -181,14 +181,26 @@ def only_different(calls: Mapping[int, str]) -> int | None:
 
 
 def timeout_error(
-    context: Context, call: Call, links: Callable[[], str] = lambda: ""
+    context: Context,
+    call: Call,
+    links: Callable[[], str] = lambda: "",
+    device: Report | None = None,
+    diagnosis: Callable[[], str] = lambda: "",
 ) -> OperationTimeoutError:
-    """The error of a collective whose deadline has passed; ``links`` as in :func:`report`."""
-    learned = learn(context)._replace(links=links())
+    """The error of a collective whose deadline has passed.
+
+    Args:
+        links: as in :func:`report`.
+        device: as in :class:`Learned`.
+        diagnosis: what a library says of the ranks.
+    """
+    learned = learn(context)._replace(links=links(), device=device or {})
     arrived, absent = arrived_and_absent(context, call, learned)
+    said = f"\n{found}" if (found := diagnosis()) else ""
     error = OperationTimeoutError(
         f"{call.describe_with_number()} on group {context.name!r} timed out after"
-        f" {call.timeout:g} s{progress_text(call, arrived, absent, learned, context.job.rank)}",
+        f" {call.timeout:g} s{progress_text(call, arrived, absent, learned, context.job.rank)}"
+        f"{said}",
         group=context.name,
         op=call.op.name,
         seq=call.seq,
@@ -270,11 +282,19 @@ def first_member_that_left(context: Context) -> int | None:
     )
 
 
-def log_stall(context: Context, call: Call, seconds: float, links: str, others: str = "") -> None:
+def log_stall(
+    context: Context,
+    call: Call,
+    seconds: float,
+    links: str,
+    others: str = "",
+    device: Report | None = None,
+) -> None:
     """Log a warning that a call has waited for some seconds, with what the ranks do that it waits
     for.
 
-    ``links`` as in :func:`report`, ``others`` as for :func:`message_timeout_error`.
+    ``links`` as in :func:`report`, ``others`` as for :func:`message_timeout_error`, ``device`` as
+    in :class:`Learned`.
     """
     what = f"{call.describe_with_number()} on group {context.name!r}{at(call.site)}"
     text = f"{what} has waited {seconds:.0f} s"
@@ -289,7 +309,7 @@ def log_stall(context: Context, call: Call, seconds: float, links: str, others: 
         ]
         text += f"; {list_text(doing)}{others}"
     else:
-        learned = learn(context, links=links)
+        learned = learn(context, links=links)._replace(device=device or {})
         arrived, absent = arrived_and_absent(context, call, learned)
         control = context.job.control
         if call.presumed and (control is None or control.left.issuperset(absent)):

@@ -15,7 +15,7 @@ from unicoll.bootstrap.rendezvous_protocol import MIN_SECONDS
 from unicoll.bootstrap.resolve import JoinRequest, resolve
 from unicoll.bootstrap.termination import raise_before_sigterm
 from unicoll.diagnosis.flight_dump import FlightDumper
-from unicoll.diagnosis.wait_monitor import WaitMonitor
+from unicoll.diagnosis.wait_monitor import monitor_of
 from unicoll.errors import DistError
 from unicoll.group import registry
 from unicoll.group.arguments import DEFAULT_NAME
@@ -135,7 +135,7 @@ def _start_control(job: Job, deadline: float) -> None:
     job.cleanup.callback(lambda: control.close(job.error))
     control.start(job.store, seconds_left(deadline, MIN_SECONDS), met.address, met.replaced)
     job.allows_pickle = all(peer.allows_pickle for peer in control.peers)
-    job.shared("wait monitor", lambda: WaitMonitor(job))
+    monitor_of(job)
 
 
 def _describe(job: Job) -> None:

@@ -187,6 +187,17 @@ class Call:
         return f"{op.name}({', '.join(parts)})"
 
 
+def without_arrays(call: Call) -> Call:
+    """A copy for messages, which does not keep the arrays alive."""
+    inputs, outputs = (
+        tuple([Buffer(None, b.dtype, b.shape, None, count=b.count) for b in buffers])
+        for buffers in (call.inputs, call.outputs)
+    )
+    copy = Call(call.op, inputs, outputs, call.timeout, call.reduce, call.root, call.peer, call.tag)
+    copy.seq, copy.site, copy.kind = call.seq, call.site, call.kind
+    return copy
+
+
 class ProxyCall(Call):
     """An internal call made for a user's call; it has the number, call site and description of that
     call.

@@ -15,13 +15,18 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 from unicoll.arrays.types import DType, Reduction
-from unicoll.backend import Backend, Call, Context, OneSidedCall
-from unicoll.backend.group_state import GroupState
+from unicoll.backend import Call, Context, OneSidedCall
+from unicoll.backend.compared_backend import ComparedBackend, last_collectives
+from unicoll.backend.error_texts import Report, at
+from unicoll.backend.observed_backend import ObservedBackend
+from unicoll.calls.call import without_arrays
 from unicoll.calls.ops import OPS
 from unicoll.calls.options import CallOptions, Options, as_options
 from unicoll.calls.work import Completion
@@ -30,6 +35,7 @@ from unicoll.device_collectives.communicators.communicator import Communicator
 from unicoll.device_collectives.communicators.devices import bound_device
 from unicoll.device_collectives.communicators.factory import CommunicatorFactory
 from unicoll.device_collectives.communicators.unique_id import Origin, member_facts
+from unicoll.device_collectives.device_order import first_before
 from unicoll.device_collectives.failure_detection import FailureDetection
 from unicoll.device_collectives.group_resources import SCRATCH_BYTES, GroupResources
 from unicoll.device_collectives.in_flight import PendingWork
@@ -48,19 +54,21 @@ from unicoll.devices.device_runtime import (
 )
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.process import logs
+from unicoll.process.thread_frames import outwards
 
 _SENDS_AND_RECEIVES = frozenset(("send", "recv"))
 _STORE_S = 2.0
 """How long ``explain()`` waits for the store."""
+_MOST_FRAMES = 30
+"""Frames of a stack that are searched for a call of the library."""
 NATIVE_OPERATIONS = frozenset(OPS.keys() & OPERATIONS.keys())
 """The operations that a library with NCCL's API has, for :class:`~unicoll.backend.Caps`."""
 
 
-class DeviceBackend(Backend):
+class DeviceBackend(ComparedBackend):
     """The backend of one group; a subclass chooses the library and the device runtime.
 
     Attributes:
-        context: the group.
         native: the library.
         runtime: of the group's device.
         resources: what the group has on its device, or None until it has connected.
@@ -71,19 +79,21 @@ class DeviceBackend(Backend):
     def __init__(
         self, context: Context, parent: DeviceBackend | None = None, connect: bool = True
     ) -> None:
-        self.context = context
+        super().__init__(context)
         self.native = self.load_library()
         self.runtime = self.load_runtime()
         self.resources: GroupResources | None = None
         self.can_split = False
-        self._state = GroupState(context)
         # A thread holds it while it uses the communicator: NCCL allows one thread at a time. It is
         # reentrant, because a group may fail on the thread that holds it, and that thread also
         # stops the communicator if no other can be started (TeardownThreads.start).
         self._lock = threading.RLock()
         self._sequence = 0
+        # The call with which a thread connects the group.
+        self._connecting: Call | None = None
         self._options = as_options(context.options)
-        self.detection = FailureDetection(self._state, self._lock)
+        self.detection = FailureDetection(self.state, self._lock, self.device_state)
+        self.watch()
         config = self.configure(self._options)
         self._factory = CommunicatorFactory(
             context, self.native, self.runtime, config, self.detection.check
@@ -172,7 +182,7 @@ class DeviceBackend(Backend):
         blocking = self._factory.config.blocking
         try:
             resources = GroupResources(
-                comm, self._state, high_priority, blocking, self.detection.sweep_often
+                comm, self.state, high_priority, blocking, self.detection.sweep_often
             )
             self.detection.start(resources)
         except BaseException:
@@ -199,7 +209,14 @@ class DeviceBackend(Backend):
                 " to init_process_group",
                 op=call.op.name,
             )
-        return self._connect(first.device.index, time.monotonic() + call.timeout)
+        if not call.op.message:
+            # Its number if it is not refused: the wait monitor observes calls with one.
+            call.seq = self._sequence + 1
+        self._connecting = call
+        try:
+            return self._connect(first.device.index, time.monotonic() + call.timeout)
+        finally:
+            self._connecting = None
 
     # --- groups made from this one ----------------------------------------------------------------
 
@@ -207,8 +224,8 @@ class DeviceBackend(Backend):
         if context is not None:
             # The communicator of a failed group is stopped and cannot be split. The new group
             # connects without it.
-            return type(self)(context, self if self._state.error is None else None)
-        if self.can_split and self._state.error is None and self.resources is not None:
+            return type(self)(context, self if self.state.error is None else None)
+        if self.can_split and self.state.error is None and self.resources is not None:
             deadline = time.monotonic() + self.context.timeout
             device = on_device(self.runtime, self.resources.device)
             with self._lock, device, self.detection.failing_group("splitting"):
@@ -240,7 +257,7 @@ class DeviceBackend(Backend):
         # The lock is held until the larger communicator is made: the id is for a communicator
         # without work, so no operation may be issued after the wait.
         with self._lock:
-            self._state.check()
+            self.state.check()
             parent = None
             if self.resources is not None:
                 parent = self.resources.comm
@@ -305,6 +322,8 @@ class DeviceBackend(Backend):
         # keeps them; the other streams of the arrays wait for the operation; only then are the
         # references dropped, because from then on their libraries may reuse the memory in the order
         # of these streams.
+        if not captured:
+            self._number(calls)
         self._issue(calls, resources, stream)
         pending = None
         if captured:
@@ -347,6 +366,8 @@ class DeviceBackend(Backend):
         # The start is recorded after the wait for the producers, which does not count as time of
         # the operation.
         start = in_flight.record_start(calls[0]) if not captured else 0
+        if not captured:
+            self._number(calls)
         self._issue(calls, resources, own)
         work = in_flight.add(calls, own, current, captured, start)
         on_host = self.runtime.host_memory
@@ -361,6 +382,7 @@ class DeviceBackend(Backend):
         arrays."""
         in_flight = resources.in_flight
         start = in_flight.record_start(call)
+        self._number((call,))
         self._issue((call,), resources, resources.stream)
         work = in_flight.add((call,), resources.stream, resources.stream, False, start)
         return StreamCompletion(in_flight, work, blocking=True)
@@ -370,7 +392,6 @@ class DeviceBackend(Backend):
         first, in_flight = calls[0], resources.in_flight
         # The options of a batch are those of its first call.
         comm = resources.comm if first.options is None else resources.with_options(first.options)
-        self._number(calls)
         # From here on the device may use the arrays. If an exception comes before InFlight.add has
         # made an operation of the calls, this attribute keeps the arrays until the group has been
         # stopped.
@@ -382,7 +403,7 @@ class DeviceBackend(Backend):
             with resources.device_lock:
                 # The state is checked once more with the device's lock: the group may have failed
                 # during the wait for the lock, and its communicator is being stopped then.
-                self._state.check()
+                self.state.check()
                 code = (
                     OPERATIONS[first.op.name](comm, first, stream)
                     if len(calls) == 1
@@ -411,13 +432,18 @@ class DeviceBackend(Backend):
         self.detection.handle_error(error, what)
 
     def _number(self, calls: Iterable[Call]) -> None:
-        """Set the calls' sequence numbers, right before the library gets them."""
+        """Set the numbers of collectives, right before the library gets them.
+
+        Equal numbers mean the same call on all ranks, so messages have none, and neither have calls
+        in graphs, which a rank may record once more.
+        """
         for call in calls:
-            self._sequence = call.seq = self._sequence + 1
+            if not call.op.message:
+                self._sequence = call.seq = self._sequence + 1
 
     def _prepare(self, call: Call) -> GroupResources:
         """Refuse what the library cannot do; connect if necessary."""
-        self._state.check()
+        self.state.check()
         self._refuse(call)
         buffers = call.inputs or call.outputs
         resources = self.resources
@@ -426,7 +452,7 @@ class DeviceBackend(Backend):
                 raise self._no_device(call.op.name)
             resources = self._connect_for(call)
             # The group may have failed while there was no communicator to abort.
-            self._state.check()
+            self.state.check()
         if buffers and buffers[0].device.index != resources.device:
             raise self._other_device(resources, call.op.name, buffers[0].device.index)
         if resources.least_capability < self.native.full_capability and call.reduce is not None:
@@ -490,7 +516,7 @@ class DeviceBackend(Backend):
 
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         with self._lock:
-            self._state.check()
+            self.state.check()
             if self.resources is None:
                 raise self._no_device("symmetric_empty")
             deadline = time.monotonic() + self.context.timeout
@@ -501,7 +527,7 @@ class DeviceBackend(Backend):
         regions = regions_of(memory)
         deadline = time.monotonic() + self.context.timeout
         with self._lock:
-            self._state.check()
+            self.state.check()
             resources = self.resources or self._connect(regions[0].device, deadline)
             if regions[0].device != resources.device:
                 raise self._other_device(resources, "register", regions[0].device)
@@ -518,7 +544,7 @@ class DeviceBackend(Backend):
         # to end its work.
         self.detection.await_abort()
         with self._lock:
-            if self._state.error is None:
+            if self.state.error is None:
                 # A group that has failed has nothing in flight: its operations were stopped.
                 self.detection.await_idle(f"closing {registered!r}", self.context.timeout)
             with on_device(self.runtime, resources.device):
@@ -528,7 +554,7 @@ class DeviceBackend(Backend):
         check_one_sided(call, self.native)
         buffer = call.inputs[0]
         with self._lock:
-            self._state.check()
+            self.state.check()
             if self.resources is None:
                 raise no_window(call, self.context.name)
             resources = self.resources
@@ -544,17 +570,135 @@ class DeviceBackend(Backend):
 
     # --- failure and teardown ---------------------------------------------------------------------
 
-    def abort(self, error: Exception) -> None:
-        self._state.abort(error)
-
     def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.keep_posted()
+            # Sent before this rank leaves, because it cannot be asked later.
+            self.comparison.close(last_collectives((self,)).get(self, ()), self._sequence)
         self.detection.close()
+
+    # --- for the wait monitor ---------------------------------------------------------------------
+
+    @property
+    def executing_backend(self) -> DeviceBackend:
+        return self
+
+    def update(self) -> None:
+        in_flight = self.resources.in_flight if self.resources is not None else None
+        pending = in_flight.first_pending() if in_flight is not None else None
+        in_library = self._in_library()
+        # The call in the library comes last: it waits on the device for those before it.
+        if pending is not None:
+            self.state.call = pending.describe_call()
+        elif in_library is not None:
+            self.state.call = self._call_in_library(in_library)
+        else:
+            self.state.call = None
+            last = in_flight.last if in_flight is not None else None
+            self.state.last = last.describe_call().ended if last is not None else None
+
+    def _call_in_library(self, call: Call) -> Call:
+        """The call with which a thread is in the library, without its arrays; always the same
+        object for a call."""
+        known = self.state.call
+        if known is None or (known.seq, known.op, known.site) != (call.seq, call.op, call.site):
+            known = without_arrays(call)
+        return known
+
+    def _report(self) -> Report:
+        """As the base has it; the number is that of the last operation that this rank has begun,
+        since its device may have several."""
+        report = super()._report()
+        report["seq"] = self._last_number
+        return report
+
+    @property
+    def _last_number(self) -> int:
+        connecting = self._connecting
+        return connecting.seq if connecting is not None else self._sequence
+
+    def awaited_in(self, frame: FrameType) -> Call | None:
+        # A posted call is not in thread_activity, since that would cost each call time.
+        for each in islice(outwards(frame), _MOST_FRAMES):
+            owner: object = each.f_locals["self"] if each.f_code in _CALLING else None
+            if owner is self:
+                return self._in_library()
+        return None
+
+    def waited_for(self, completion: Completion) -> tuple[ObservedBackend, Call] | None:
+        if not isinstance(completion, StreamCompletion) or completion.done():
+            return None
+        in_flight = self._in_flight()
+        by_work = dict(in_flight)
+        if by_work.get(completion.work) is not self:
+            return None
+        first = first_before(completion.work, [work for work, _ in in_flight]) or completion.work
+        return by_work[first], first.describe_call()
+
+    def posted(self) -> Mapping[str, int]:
+        """Those operations count as posted that the device runs without an end of another group's
+        before: other ranks do not get further either."""
+        # A group is closed once the device has all operations.
+        in_flight = [] if self.closed else self._in_flight()
+        by_work, works = dict(in_flight), [work for work, _ in in_flight]
+        for work, backend in in_flight:
+            if backend is self and work.first:
+                first = first_before(work, works)
+                if first is not None and by_work[first] is not self:
+                    return {self.name: work.first - 1}
+        return {self.name: self._last_number}
+
+    def device_state(self) -> Report:
+        in_flight = self._in_flight()
+        by_work, works = dict(in_flight), [work for work, _ in in_flight]
+        pending = next((work for work, one in in_flight if one is self and work.first), None)
+        first = first_before(pending, works) if pending is not None else None
+        behind = ""
+        if first is not None and by_work[first] is not self:
+            call, group = first.describe_call(), by_work[first].context.name
+            behind = f"{call.describe_with_number()} of group {group!r}{at(call.site)}"
+        in_library = self._in_library()
+        return {
+            "pending": pending.first if pending is not None else 0,
+            "behind": behind,
+            "in_library": in_library.seq if in_library is not None else 0,
+        }
+
+    def _in_library(self) -> Call | None:
+        """The call with which a thread is in the library now: NCCL connects ranks in their first
+        calls, and a full launch queue blocks as well."""
+        issuing = self.resources.in_flight.issuing if self.resources is not None else None
+        return issuing[0] if issuing is not None else self._connecting
+
+    def _in_flight(self) -> list[tuple[PendingWork, DeviceBackend]]:
+        """The operations in flight on this device, of all groups of the job, in the order in which
+        they were put on its streams."""
+        if self.resources is None:
+            return []
+        device, found = self.resources.device, []
+        # While another thread records a graph, CUDA refuses queries on this one otherwise.
+        mode = self.runtime.ignore_captures()
+        try:
+            for group in [*self.context.job.groups]:
+                for backend in group.backends:
+                    if isinstance(backend, DeviceBackend) and backend.runtime is self.runtime:
+                        resources = backend.resources
+                        if resources is not None and resources.device == device:
+                            found += [(work, backend) for work in resources.in_flight.running()]
+        finally:
+            self.runtime.ignore_captures(mode)
+        return sorted(found, key=lambda pair: pair[0].order)
+
+    @property
+    def has_unseen_wakers(self) -> bool:
+        return self.resources is not None and self.resources.in_flight.has_callbacks
 
     # --- description ------------------------------------------------------------------------------
 
     @property
     def failure(self) -> DistError | None:
-        return self._state.error
+        return self.state.error
 
     def raise_failure(self) -> None:
         self.detection.check_now()
@@ -585,3 +729,15 @@ class DeviceBackend(Backend):
 
     def _place(self, device: int | None) -> str:
         return f"{self.runtime.device_type}:{device}"
+
+
+_CALLING = {
+    function.__code__
+    for function in (
+        DeviceBackend._run_on,
+        DeviceBackend._post_on,
+        DeviceBackend._post_barrier,
+        DeviceBackend._connect_for,
+    )
+}
+"""Functions that call the library."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
 
 from unicoll.backend import Call, operation_errors
+from unicoll.backend.error_texts import Report
 from unicoll.backend.group_state import GroupState
 from unicoll.calls.error_marks import is_delivered, mark_unchanged
 from unicoll.device_collectives.communicators.teardown import END_S
@@ -48,17 +48,21 @@ class FailureDetection:
     Args:
         state: of the group.
         lock: the group's lock, which a thread holds while it uses the communicator.
+        device_state: of the backend, for messages.
 
     Attributes:
         watchdog: the process's watchdog, once the group has connected.
     """
 
-    def __init__(self, state: GroupState, lock: threading.RLock) -> None:
+    def __init__(
+        self, state: GroupState, lock: threading.RLock, device_state: Callable[[], Report]
+    ) -> None:
         context = state.context
         self.watchdog: WatchdogThread | None = None
         self._context = context
         self._state = state
         self._lock = lock
+        self._device_state = device_state
         self._log = logs.logger(context.backend)
         self._resources: GroupResources | None = None
         # The time at which the failure is logged unless a call has raised it.
@@ -66,8 +70,6 @@ class FailureDetection:
         # It is set when a failed group has been stopped, or cannot fail any more.
         self._aborted = Flag()
         state.add_listener(self._start_abort)
-        if context.job.control is not None:
-            context.job.control.watch(context.name, context.backend, state.abort, self._report)
 
     def start(self, resources: GroupResources) -> None:
         """Supervise a group that has connected."""
@@ -158,14 +160,14 @@ class FailureDetection:
         # Only this thread removes operations, so the deque cannot become empty between the two
         # reads.
         first = in_flight.operations[0] if in_flight.operations else None
-        self._check_issuing(in_flight, now)
+        self._check_issuing(resources, now)
         self._check_library(resources, first)
         if first is None:
             return
         self._check_departures(first.describe_call())
         overdue = in_flight.overdue(now)
         if overdue is not None:
-            raise operation_errors.timeout_error(self._context, overdue.describe_call())
+            raise self._timeout_error(resources, overdue.describe_call())
 
     def _check_library(self, resources: GroupResources, first: PendingWork | None) -> None:
         """Raise if the library reports an error of the communicator; ``first`` is the first
@@ -180,19 +182,27 @@ class FailureDetection:
         comm.await_death_notice(state, call)
         raise comm.error(state, "an operation in progress", call)
 
-    def _check_issuing(self, in_flight: InFlight, now: float) -> None:
+    def _timeout_error(self, resources: GroupResources, call: Call) -> OperationTimeoutError:
+        return operation_errors.timeout_error(
+            self._context,
+            call,
+            device=self._device_state(),
+            diagnosis=resources.comm.library.diagnosis,
+        )
+
+    def _check_issuing(self, resources: GroupResources, now: float) -> None:
         """Raise if a thread is in the library for longer than its call's timeout.
 
         NCCL connects ranks within their first calls, and waits there without limit for a rank that
         is gone.
         """
-        issuing = in_flight.issuing
+        issuing = resources.in_flight.issuing
         if issuing is None:
             return
         call, deadline = issuing
         self._check_departures(call)
         if now >= deadline:
-            raise operation_errors.timeout_error(self._context, call)
+            raise self._timeout_error(resources, call)
 
     def _check_departures(self, call: Call | None) -> None:
         """Raise if a member died: the library itself may never notice."""
@@ -206,19 +216,6 @@ class FailureDetection:
             raise operation_errors.rank_lost_error(context, call, context.ranks.index(rank), reason)
         raise RankLostError(
             f"group {context.name!r}, while it connected: {reason}", group=context.name, rank=rank
-        )
-
-    def _report(self) -> dict[str, Any]:
-        """The operation that this rank is in, and the last one posted, for the error of another
-        rank."""
-        if self._resources is None:
-            return operation_errors.report(None, None)
-        in_flight = self._resources.in_flight
-        issuing, pending, last = in_flight.issuing, in_flight.first_pending(), in_flight.last
-        waits = issuing[0] if issuing else pending.describe_call() if pending is not None else None
-        return operation_errors.report(
-            waits,
-            last.describe_call().ended if last is not None else None,
         )
 
     # --- failure ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 
 from unicoll.arrays.conversion import Buffer
 from unicoll.backend import Call
@@ -20,6 +20,7 @@ from unicoll.devices.device_runtime import (
     LEGACY_STREAM,
     PER_THREAD_STREAM,
     SPIN_S,
+    DeviceError,
     DeviceRuntime,
     backoff,
 )
@@ -30,6 +31,8 @@ _FINISH_LOCK = threading.RLock()
 may run in between and end other operations."""
 
 
+next_order = count(1).__next__
+"""Numbers in the order in which operations, and waits for them, are put on streams."""
 _SHOWN = 4
 """Number of operations in flight that a message names."""
 _TOGETHER = 64
@@ -88,11 +91,15 @@ class PendingWork:
         deadline: on the clock of ``time.monotonic``.
         done: True once the batch has ended, with ``error`` if it failed.
         captured: True if the batch was recorded into a graph, whose events cannot be queried.
+        order: when it was put on its stream, by :data:`next_order`.
+        waits: the streams that were made to wait for its end, and when.
+        first, seq: numbers of its first and last call; 0 if these are messages.
         callbacks: functions to call at the end.
         entries: the calls in the flight recorder.
     """
 
     __slots__ = (
+        "_described",
         "_summary",
         "callbacks",
         "calls",
@@ -102,6 +109,8 @@ class PendingWork:
         "entries",
         "error",
         "event",
+        "first",
+        "order",
         "runs_on",
         "seconds",
         "seq",
@@ -109,6 +118,7 @@ class PendingWork:
         "start",
         "stream",
         "timeout",
+        "waits",
     )
 
     def __init__(
@@ -134,8 +144,12 @@ class PendingWork:
         self.error: BaseException | None = None
         self.callbacks: list[Callable[[], None]] = []
         self.entries: Sequence[PendingEntry] = ()
+        self.order = next_order()
+        self.waits: tuple[tuple[int, int], ...] = ()
+        self.first = first.seq
         self.seq = calls[-1].seq
         self.site = first.site
+        self._described: Call | None = None
         buffers = first.inputs or first.outputs
         array = (buffers[0].dtype, buffers[0].shape) if buffers else None
         self._summary = (first.op, array, first.reduce, first.root, first.peer)
@@ -145,11 +159,15 @@ class PendingWork:
         self.calls = ()
 
     def describe_call(self) -> Call:
-        """The first call without its arrays, for error messages."""
-        op, array, reduce, root, peer = self._summary
-        buffers = (Buffer(None, *array, None, count=0),) if array is not None else ()
-        call = Call(op, buffers, buffers, self.timeout, reduce, root, peer)
-        call.seq, call.site = self.seq, self.site
+        """The first call without its arrays, for error messages; always the same object."""
+        call = self._described
+        if call is None:
+            op, array, reduce, root, peer = self._summary
+            buffers = (Buffer(None, *array, None, count=0),) if array is not None else ()
+            call = self._described = Call(op, buffers, buffers, self.timeout, reduce, root, peer)
+            call.seq, call.site = self.seq, self.site
+        # The place of a blocking call is in the flight recorder only, once the library has it.
+        call.site = call.site or (self.entries[0].site if self.entries else "")
         return call
 
     def track(self, entries: Sequence[PendingEntry]) -> None:
@@ -237,6 +255,10 @@ class InFlight:
         self._events = EventPool(runtime, device)
         self._retained: deque[tuple[int, float, tuple[Call, ...]]] = deque()
         self._measure_lock = threading.Lock()
+        # Held while events are queried by threads that do not know whether the group is being
+        # destroyed, and its events with it.
+        self._query_lock = threading.Lock()
+        self._closed = False
 
     @property
     def frees_in_order(self) -> bool:
@@ -386,6 +408,20 @@ class InFlight:
         # late.
         return now >= work.deadline and not self._has_ended(work)
 
+    def running(self) -> list[PendingWork]:
+        """The operations that have not ended now, of which none is marked as ended: arrays are
+        dropped then, which the calling thread (the wait monitor's, the control thread) may not wait
+        for."""
+        with self._query_lock:
+            operations = [] if self._closed else list(self.operations)
+            try:
+                found = [w for w in operations if not (w.done or self._runtime.event_done(w.event))]
+            except DeviceError:
+                # The device's context has ended, and with it all operations.
+                return []
+        # The watchdog may have reused the event of an operation that has ended meanwhile.
+        return [work for work in found if not work.done]
+
     def first_pending(self) -> PendingWork | None:
         """The first operation that has not been marked as ended."""
         return next((work for work in list(self.operations) if not work.done), None)
@@ -461,4 +497,6 @@ class InFlight:
 
     def close(self) -> None:
         """Destroy the events."""
+        with self._query_lock:
+            self._closed = True
         self._events.close()

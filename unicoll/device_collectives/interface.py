@@ -241,6 +241,9 @@ class CollectiveLibrary(Operations, Protocol):
             addresses: on which unicoll listens.
         """
 
+    def diagnosis(self) -> str:
+        """What the library says of the ranks at a deadline; "" if it says nothing."""
+
     def last_error(self, comm: int = 0) -> str:
         """The library's text for the last error of this process, or of a communicator."""
 

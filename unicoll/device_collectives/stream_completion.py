@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from unicoll.backend import Call
 from unicoll.calls.flight_recorder import PendingEntry
+from unicoll.calls.thread_activity import NotBlocked, entered
 from unicoll.calls.work import Completion
-from unicoll.device_collectives.in_flight import InFlight, PendingWork
+from unicoll.device_collectives.in_flight import InFlight, PendingWork, next_order
 from unicoll.devices.device_runtime import PER_THREAD_STREAM, SPIN_S, backoff
 from unicoll.errors import OperationTimeoutError
 
@@ -85,6 +86,7 @@ class StreamCompletion(Completion):
     def _order(self, stream: int) -> None:
         """Make a stream wait for the end of the operation."""
         self._in_flight.streams.wait_event(stream, self.work.event)
+        self.work.waits = (*self.work.waits, (stream, next_order()))
 
     def synchronize(self, timeout: float | None = None) -> None:
         # It is read before wait(), which clears it.
@@ -120,18 +122,20 @@ class StreamCompletion(Completion):
             # It runs when the graph is launched.
             return
         started = time.monotonic()
-        for _ in backoff(SPIN_S):
-            # A failure of the group ends the wait as well: it sets the error of its operations.
-            if self.done():
-                break
-            if timeout is not None and time.monotonic() - started >= timeout:
-                call = work.describe_call()
-                raise OperationTimeoutError(
-                    f"{call.describe_with_number()} was not done after waiting {timeout:g} s; the"
-                    " operation is still running",
-                    op=call.op.name,
-                    seq=call.seq,
-                )
+        # The wait monitor sees what this thread waits for, unless the wait ends by itself.
+        with entered(self) if timeout is None else entered(NotBlocked()):
+            for _ in backoff(SPIN_S):
+                # A failure of the group ends the wait as well: it sets the error of its operations.
+                if self.done():
+                    break
+                if timeout is not None and time.monotonic() - started >= timeout:
+                    call = work.describe_call()
+                    raise OperationTimeoutError(
+                        f"{call.describe_with_number()} was not done after waiting {timeout:g} s;"
+                        " the operation is still running",
+                        op=call.op.name,
+                        seq=call.seq,
+                    )
         if work.error is not None:
             raise work.error
 

@@ -18,6 +18,9 @@ from unicoll.errors import DistBackendError
 LEGACY_STREAM = 1
 """CUDA's handle of the legacy default stream (``cudaStreamLegacy``); 0 usually means the same
 stream."""
+CAPTURE_MODE_RELAXED = 2
+"""CUDA's mode of a thread that may call what other threads' captures refuse
+(``cudaStreamCaptureModeRelaxed``)."""
 PER_THREAD_STREAM = 2
 """CUDA's handle of the calling thread's default stream (``cudaStreamPerThread``).
 
@@ -163,8 +166,9 @@ class DeviceRuntime(ABC):
         """Device time in seconds between two completed events with timing."""
 
     @abstractmethod
-    def ignore_captures(self) -> None:
-        """Allow the calling thread to query events while other threads capture graphs."""
+    def ignore_captures(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
+        """Allow the calling thread to query events while other threads capture graphs; returns the
+        mode before, which undoes it as ``mode``."""
 
     # --- memory ---
 

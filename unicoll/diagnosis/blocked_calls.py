@@ -170,6 +170,9 @@ def _owner(
     completion: Completion, backends: Sequence[ObservedBackend]
 ) -> tuple[ObservedBackend, Call] | None:
     """The backend that a completion belongs to, and the last call of its batch."""
+    for backend in backends:
+        if (found := backend.waited_for(completion)) is not None:
+            return found
     if not isinstance(completion, HostCompletion) or completion.done():
         return None
     call = completion.calls[-1]

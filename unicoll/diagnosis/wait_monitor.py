@@ -5,7 +5,8 @@ A few times a second it looks at what the threads are in. If all threads of the 
 it sends their state to the relay, which finds deadlocks
 (:mod:`unicoll.net.control.deadlock_detector`). The relay permits one rank of a group to log a
 warning for a call that waits for long. A collective that waits though a member has died fails: it
-may wait for another member, which is alive and does not call.
+may wait for another member, which is alive and does not call. For libraries that do not compare the
+ranks' calls, the thread compares the recorded ones.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import logging
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from unicoll.backend import operation_errors
+from unicoll.backend.compared_backend import ComparedBackend, Comparisons, last_collectives
 from unicoll.backend.contract import Job
 from unicoll.backend.observed_backend import ObservedBackend
 from unicoll.calls.call import Call, ProxyCall
@@ -88,12 +91,16 @@ class WaitMonitor:
 
     Args:
         job: with its control plane; the thread runs until :meth:`close`.
+
+    Attributes:
+        comparisons: compares the recorded calls of the job's groups.
     """
 
     def __init__(self, job: Job) -> None:
         assert job.control is not None
         self._job = job
         self._control = job.control
+        self.comparisons = Comparisons(job)
         self._warn_s = environment.number("UNICOLL_STALL_WARNING")
         # Held while a snapshot is taken and sent. The control thread takes snapshots, too, and the
         # relay has to get the states in their order.
@@ -143,6 +150,7 @@ class WaitMonitor:
             self._report(snapshot)
         # This is done without the lock. An announcement and a warning wait for answers of other
         # ranks, which the control thread receives, and that may wait for the lock in _confirm().
+        self._compare()
         self._fail_lost(snapshot)
         if self._warn_s:
             self._warn(snapshot)
@@ -277,6 +285,18 @@ class WaitMonitor:
         if named is not None:
             error.op, error.seq = named[0], named[1] or None
 
+    # --- comparison of the calls ------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        # The calls of torch's groups are compared by the thread that records them.
+        backends = [
+            backend
+            for backend in self._backends()
+            if isinstance(backend, ComparedBackend) and not backend.called_from_torch
+        ]
+        if backends:
+            self.comparisons.compare(backends, partial(last_collectives, backends))
+
     # --- lost ranks -------------------------------------------------------------------------------
 
     def _fail_lost(self, snapshot: _Snapshot) -> None:
@@ -309,7 +329,12 @@ class WaitMonitor:
                     queues = backend.message_queues if call.op.message and not call.inputs else None
                     others = queues.others(call) if queues is not None else ""
                     operation_errors.log_stall(
-                        backend.context, call, entry.warned_at, backend.links(), others
+                        backend.context,
+                        call,
+                        entry.warned_at,
+                        backend.links(),
+                        others,
+                        backend.device_state(),
                     )
             elif age >= max(self._warn_s, 2 * entry.warned_at):
                 entry.warned_at = age
@@ -323,6 +348,12 @@ class WaitMonitor:
                 }
                 self._control.send(message)
         self._granted &= {entry.number for _, _, entry in snapshot.stalled}
+
+
+def monitor_of(job: Job) -> WaitMonitor:
+    """The monitor of a job of several ranks."""
+    found: WaitMonitor = job.shared("wait monitor", lambda: WaitMonitor(job))
+    return found
 
 
 def _backend_group(backend: ObservedBackend) -> str:

@@ -26,7 +26,7 @@ from unicoll.group.registry import load, reason_against
 from unicoll.process.debug_level import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
-    from unicoll.group.debug_comparison import CallChecks
+    from unicoll.group.call_log import CallLog
     from unicoll.staging.backend import Staged
 
 
@@ -69,18 +69,9 @@ class GroupBackends:
         self._by_device: dict[str, Backend] = {}
         self._staged: dict[str, Staged] = {}
         self._failure_delivered = False
-        self._call_checks: CallChecks | None = None
+        self._call_log: CallLog | None = None
         self.check_compression("pg_options", compression_of(context.options))
-        # The level at this moment decides for the whole life of the group whether calls are
-        # compared, because all ranks must do so or none. A later level changes only what is logged.
-        self._compare_calls = get_debug_level() is DebugLevel.DETAIL
         self.debug_level_changed()
-        if context.size > 1 and not all(choice.cls.compares for choice in choices):
-            from unicoll.group import debug_comparison
-
-            # A grown group connects only if its parent has.
-            connects = context.device is not None and not grown
-            debug_comparison.agree_on_level(context, connects)
         try:
             self.host = self._create(parent, excluded, grown)
             # This is not imported with the module, because it loads hashlib.
@@ -121,12 +112,11 @@ class GroupBackends:
         return host
 
     def debug_level_changed(self) -> None:
-        """Have later calls logged at debug level DETAIL; they are compared if the group was made at
-        that level."""
-        if self._call_checks is None and get_debug_level() is DebugLevel.DETAIL:
-            from unicoll.group.debug_comparison import CallChecks
+        """Have later calls logged at debug level DETAIL."""
+        if self._call_log is None and get_debug_level() is DebugLevel.DETAIL:
+            from unicoll.group.call_log import CallLog
 
-            self._call_checks = CallChecks(self._context, self.fail, self._compare_calls)
+            self._call_log = CallLog(self._context)
 
     def _delegate_of(self, backend: Backend) -> type[Backend] | None:
         """The class of the backend that a backend has in addition; None if it has none, or there is
@@ -224,7 +214,7 @@ class GroupBackends:
                     op=name,
                 )
             backend = through_host
-        return backend if self._call_checks is None else self._call_checks.wrap(backend)
+        return backend if self._call_log is None else self._call_log.wrap(backend)
 
     def _destroyed(self, op: str | None) -> GroupAbortedError:
         name = self._context.name
@@ -346,14 +336,12 @@ class GroupBackends:
         """End the group with an error, on this rank."""
         for backend in self._by_class.values():
             backend.abort(error)
-        if self._call_checks is not None:
-            self._call_checks.abort(error)
 
     def close(self) -> None:
         """Finish pending operations, within bounds, and release everything."""
         # A failure does not keep the others from being closed. The stack calls the last function
-        # first: the group of another library, which uses this one, is closed first, then the
-        # comparisons. The backends follow in the order in which they were made, since a delegate is
+        # first: the group of another library, which uses this one, is closed first. The backends
+        # follow in the order in which they were made, since a delegate is
         # closed after the backend that passes calls to it. Staging is last: its memory may be used
         # until the host's backend has been closed.
         with ExitStack() as closing:
@@ -361,8 +349,6 @@ class GroupBackends:
                 closing.callback(staged.close)
             for backend in reversed(self._by_class.values()):
                 closing.callback(self._close, backend)
-            if self._call_checks is not None:
-                closing.callback(self._call_checks.close)
             if self.wrapper is not None:
                 closing.callback(self.wrapper.close)
 

@@ -14,11 +14,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unicoll.backend import operation_errors
+from unicoll.backend.call_comparison import CallInProgress
+from unicoll.backend.compared_backend import ComparedBackend
 from unicoll.backend.contract import Caps, Context
 from unicoll.backend.error_texts import Report
-from unicoll.backend.observed_backend import ObservedBackend, Operation
+from unicoll.backend.observed_backend import Operation
 from unicoll.calls.call import Call
 from unicoll.calls.call_site import line_of_user
+from unicoll.calls.flight_recorder import CallKind
 from unicoll.calls.ops import OPS
 from unicoll.errors import (
     BackendUnavailableError,
@@ -26,12 +29,10 @@ from unicoll.errors import (
     DistError,
     RankLostError,
 )
-from unicoll.net.control.group_failures import pack_error, unpack_error
 from unicoll.process import logs
 from unicoll.process.thread_frames import ThreadFrames
 from unicoll.run import worker_main
 from unicoll.torch_watch import replaced_methods, torch_groups
-from unicoll.torch_watch.call_comparison import CallComparison
 from unicoll.torch_watch.torch_calls import TorchCall, WatchedCall
 from unicoll.torch_watch.torch_flight_recorder import TorchRecorder, UnrecordedCall
 from unicoll.torch_watch.torch_groups import Channel, TorchGroup
@@ -103,7 +104,7 @@ class Failures:
                 self.logged = True
 
 
-class WatchedBackend(ObservedBackend):
+class WatchedBackend(ComparedBackend):
     """Observes the calls that torch makes. A failure of the group is logged; it does not end
     torch's calls."""
 
@@ -117,8 +118,6 @@ class WatchedBackend(ObservedBackend):
         self._group: TorchGroup | None = None
         self._failures: Failures | None = None
         self._recorder: TorchRecorder | None = None
-        self._comparison = CallComparison(context)
-        self._difference: DistError | None = None
         # True once torch has raised an error in the wait for a call.
         self._raised = False
 
@@ -129,35 +128,21 @@ class WatchedBackend(ObservedBackend):
         self._group, self._failures, self._recorder = group, failures, TorchRecorder(group)
         self.watch()
 
-    def compare(self, calls: Sequence[TorchCall]) -> None:
-        """Compare this rank's last collectives with those of the other ranks; several times a
-        second."""
-        if self._difference is None and self._is_comparable:
-            call = self.state.call
-            self._comparison.add(calls, call)
-            self._difference = self._comparison.find_difference()
-            if self._difference is not None:
-                # Logged first, because this process may be about to end.
-                self._log(self._difference)
-                # Without effect if the group has failed before.
-                self.state.announce(self._difference)
-                others = [rank for rank in self.context.ranks if rank != self.context.job.rank]
-                self._comparison.send(others, {"differ": pack_error(self._difference)})
-
     @property
-    def _is_comparable(self) -> bool:
-        """True if the ranks' numbers of a call are equal. Counted ones are not, if some ranks have
-        compiled a call."""
+    def is_comparable(self) -> bool:
+        """Counted numbers are not equal if some ranks have compiled a call."""
         return self._group is not None and self._group.is_numbered
 
-    def receive(self, message: dict[str, Any]) -> None:
-        """A message of another rank about its calls."""
-        rank = message["from"]
-        if rank in self.context.ranks:
-            if "differ" in message:
-                self._difference = unpack_error(message["differ"])
-                self._log(self._difference, is_told=True)
-            self._comparison.receive(rank, message)
+    def unrecorded(self) -> CallInProgress | None:
+        call, group = self.state.call, self._group
+        if group is None or not isinstance(call, UnrecordedCall) or not call.is_described:
+            return None
+        kind = CallKind(call, group.job_number, group.name, group.ranks, group.backend_name)
+        return CallInProgress(call.seq, kind, call.site)
+
+    def calls_differ(self, error: DistError, is_told: bool) -> None:
+        # Logged before the group fails, because this process may be about to end.
+        self._log(error, is_told)
 
     @property
     def sequence(self) -> int:
@@ -253,10 +238,6 @@ class WatchedBackend(ObservedBackend):
             posted |= {self._order(group, channel): n for channel, n in [*group.channels.items()]}
         return posted
 
-    def lost_member(self, call: Call) -> int | None:
-        lost = super().lost_member(call)
-        return self._comparison.lacks(call.seq) if lost is None and self._is_comparable else lost
-
     def awaited_in(self, frame: FrameType) -> Call | None:
         call = replaced_methods.awaited_in(frame)
         return call.watched_call if call is not None and call.group is self._group else None
@@ -274,7 +255,7 @@ class WatchedBackend(ObservedBackend):
                 lost = self._lost_error(call.watched_call, seconds)
                 if lost is not None:
                     self.state.announce(lost)
-            cause = self._difference or self.state.error
+            cause = self.difference or self.state.error
             if cause is not None:
                 # The control thread, which has set it, may not have logged it before this error
                 # ends the process.
@@ -285,7 +266,7 @@ class WatchedBackend(ObservedBackend):
     def _await_cause(self) -> None:
         """Wait until the calls were compared, or the group has failed."""
         deadline = time.monotonic() + _COMPARED_S
-        while self._difference is None and self.state.error is None and time.monotonic() < deadline:
+        while self.difference is None and self.state.error is None and time.monotonic() < deadline:
             time.sleep(_TICK_S)
 
     def _lost_error(self, call: Call, seconds: float = _NOTICE_S) -> RankLostError | None:
@@ -314,7 +295,7 @@ class WatchedBackend(ObservedBackend):
             super().abort(error)
             if is_first and not self.closed:
                 # The rank that has compared the calls has logged the difference for all.
-                is_told = isinstance(error, CollectiveMismatchError) and self._difference is None
+                is_told = isinstance(error, CollectiveMismatchError) and self.difference is None
                 self._log(self.state.error, is_told)
         elif self._group is not None and _is_of_collective(cause):
             # The program ends because torch has raised an error in a collective, which torch's C++
@@ -342,9 +323,9 @@ class WatchedBackend(ObservedBackend):
         if group is not None:
             group.on_error = None
             # Sent before this rank leaves, because it cannot be asked later.
-            final = self.sequence if group.is_alive and self._is_comparable else None
-            calls = torch_groups.last_collectives() if self._is_comparable else {}
-            self._comparison.close(calls.get(group, ()), final)
+            final = self.sequence if group.is_alive and self.is_comparable else None
+            calls = torch_groups.last_collectives() if self.is_comparable else {}
+            self.comparison.close(calls.get(group, ()), final)
         if self.context.job.control is not None:
             self.context.job.control.unwatch(self.context.name, self.context.backend)
         self.state.close()

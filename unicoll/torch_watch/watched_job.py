@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import os
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
+from unicoll.backend.call_comparison import Recorded
+from unicoll.backend.compared_backend import ComparedBackend
 from unicoll.backend.contract import Job
 from unicoll.bootstrap.enter import join
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
 from unicoll.bootstrap.resolve import JoinRequest
 from unicoll.diagnosis import flight_dump
+from unicoll.diagnosis.wait_monitor import monitor_of
 from unicoll.errors import DistArgumentError
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.call_counters import counters_of_process, start_file
@@ -29,13 +29,6 @@ log = logs.logger("watch")
 
 _NAME = "torch"
 _JOIN_S = 300.0
-_COMPARE_S = 0.2
-"""Time between comparisons of the calls; longer if there are more than :data:`_MESSAGES_PER_S`
-messages a second."""
-_MESSAGES_PER_S = 1000
-_MAX_INBOX = 10_000
-_INBOX_S = 30.0
-"""Messages about calls that wait for their group to be made on this rank, and how long they do."""
 
 
 class WatchedJob:
@@ -60,14 +53,7 @@ class WatchedJob:
         )
         self.failures = Failures(rank)
         self._made: dict[TorchGroup, ProcessGroup] = {}
-        # Messages and their times of arrival. The control thread appends them, and the watcher's
-        # thread takes them: a deque needs no lock for that.
-        self._inbox: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_MAX_INBOX)
-        self._compared_at = 0.0
-        if self._job.control is not None:
-            self._job.control.handle(
-                "calls", lambda found: self._inbox.append((time.monotonic(), found))
-            )
+        self._comparisons = monitor_of(self._job).comparisons
         if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
             try:
                 start_file(self._job, metrics_file)
@@ -100,24 +86,14 @@ class WatchedJob:
 
     def compare(self, at_once: bool) -> None:
         """Compare the calls of the ranks, if it is time for that."""
-        now = time.monotonic()
-        pause = max(_COMPARE_S, len(self._made) * self._job.size / _MESSAGES_PER_S)
-        if now - self._compared_at < pause and not at_once:
-            return
-        self._compared_at = now
-        backends = {made.group_name: _backend_of(made) for made in self._made.values()}
-        # Each message once: those for groups that this rank has not made yet are put back.
-        for _ in range(len(self._inbox)):
-            arrived, message = self._inbox.popleft()
-            backend = backends.get(message["group"])
-            if backend is not None:
-                backend.receive(message)
-            elif now - arrived < _INBOX_S:
-                self._inbox.append((arrived, message))
-        self._count()
-        calls = torch_groups.last_collectives()
-        for group, made in self._made.items():
-            _backend_of(made).compare(calls.get(group, ()))
+        backends = {group: _backend_of(made) for group, made in self._made.items()}
+
+        def recorded() -> Mapping[ComparedBackend, Sequence[Recorded]]:
+            self._count()
+            calls = torch_groups.last_collectives()
+            return {backend: calls.get(group, ()) for group, backend in backends.items()}
+
+        self._comparisons.compare(backends.values(), recorded, at_once)
 
     def _count(self) -> None:
         """Add the recorded calls that have ended to the metrics."""

@@ -188,6 +188,10 @@ class OneCCL(bindings.Bindings):
             " addresses"
         )
 
+    def diagnosis(self) -> str:
+        """oneCCL says nothing of the ranks."""
+        return ""
+
 
 class XpuOneCCL(OneCCL):
     """oneCCL on XPUs; a stream is the address of a ``sycl::queue``, whose work is in order."""

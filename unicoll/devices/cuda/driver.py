@@ -23,12 +23,17 @@ from ctypes import (
 )
 from typing import Any, ClassVar, NoReturn
 
-from unicoll.devices.device_runtime import DeviceError, DeviceFacts, DeviceRuntime
+from unicoll.devices.device_runtime import (
+    CAPTURE_MODE_RELAXED,
+    DeviceError,
+    DeviceFacts,
+    DeviceRuntime,
+)
 from unicoll.process import fork_safety
 
 SUCCESS, NOT_READY = 0, 600
 _STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING, _HOST_PORTABLE = 0x1, 0x2, 0x1
-_CAPTURE_NONE, _CAPTURE_MODE_RELAXED = 0, 2
+_CAPTURE_NONE = 0
 _POINTER_ATTRIBUTES = (c_int * 3)(2, 8, 9)
 """Attributes of an address: memory type, managed or not, ordinal of its device."""
 _UNREGISTERED, _HOST_MEMORY = 0, 1
@@ -233,8 +238,10 @@ class Driver(DeviceRuntime):
         self._call("event_elapsed", byref(found), start, end)
         return found.value / 1e3
 
-    def ignore_captures(self) -> None:
-        self._call("exchange_capture_mode", byref(c_int(_CAPTURE_MODE_RELAXED)))
+    def ignore_captures(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
+        exchanged = c_int(mode)
+        self._call("exchange_capture_mode", byref(exchanged))
+        return exchanged.value
 
     # --- memory ---
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unicoll.devices.device_runtime import DeviceError, DeviceRuntime
+from unicoll.devices.device_runtime import CAPTURE_MODE_RELAXED, DeviceError, DeviceRuntime
 from unicoll.errors import DistError, DistTypeError
 
 
@@ -44,8 +44,8 @@ class SyclRuntime(DeviceRuntime):
     def capturing(self, stream: int) -> bool:
         return False
 
-    def ignore_captures(self) -> None:
-        pass
+    def ignore_captures(self, mode: int = CAPTURE_MODE_RELAXED) -> int:
+        return mode
 
     def allocation(self, ptr: int) -> int:
         return ptr

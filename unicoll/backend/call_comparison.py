@@ -1,26 +1,28 @@
-"""Compares the collectives that the ranks of a watched group have made, after they were made.
+"""Compares the collectives that the ranks of a group have made, after they were made.
 
-A few times a second each rank sends signatures of its recorded calls to the comparing rank over the
-control plane: the first rank of the group that has not ended. That rank compares those of equal
-numbers. On a difference it asks for the calls, and the group fails. If calls are made faster than
-that, some are compared: those whose numbers are multiples of a power of two, the last one, and the
-one in which a rank is blocked.
+This is for libraries that do not compare them (NCCL), whose ranks hang if their calls differ, or
+get wrong results. The calls are those that the flight recorder has. A few times a second each rank
+sends signatures of its recorded calls to the comparing rank over the control plane: the first rank
+of the group that has not ended. That rank compares those of equal numbers. On a difference it asks
+for the calls, and the group fails. If calls are made faster than that, some are compared: those
+whose numbers are multiples of a power of two, the last one, and the one in which a rank is blocked.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, NamedTuple, Protocol
+from zlib import crc32
 
 from unicoll.backend import operation_errors
 from unicoll.backend.contract import Context
-from unicoll.calls.call import Call
+from unicoll.calls.flight_recorder import CallKind
 from unicoll.calls.ops import OPS, Sizes
 from unicoll.errors import CollectiveMismatchError
+from unicoll.net.control.wait_graph import backend_group_of
 from unicoll.process.formatting import printable_line, ranks_text
-from unicoll.torch_watch.torch_calls import TorchCall
-from unicoll.torch_watch.torch_flight_recorder import UnrecordedCall
 
 Message = dict[str, Any]
 Signature = tuple[int, int]
@@ -32,8 +34,8 @@ _KEPT = 1024
 _SIGNATURES = 64 * _KEPT
 """Most signatures of other ranks that are kept."""
 _AGAIN_S = 2.0
-"""After this time the last call is sent again, if it has not ended: the comparing rank may not have
-had the group."""
+"""After this time the last call is sent again, if one is in progress: the comparing rank may not
+have had the group."""
 _OTHERS_S = 1.0
 """How long a difference waits for the signatures of the other ranks, which show whose call
 differs."""
@@ -43,23 +45,37 @@ _LAST = 16
 """Calls that a rank describes when it closes the group."""
 
 
-class _Compared(NamedTuple):
-    """A call of this rank, and its signature.
-
-    Attributes:
-        recorded: the call as it was recorded; None for one from torch's flight recorder, which has,
-            for example, an all_reduce for Gloo's reduce_scatter. Calls of one kind are compared
-            only.
-        signature: of the call, and 1 for one that was recorded, else 0.
-    """
-
-    call: Call
-    recorded: TorchCall | None
-    signature: Signature
+class Recorded(Protocol):
+    """A collective in the flight recorder: of unicoll a
+    :class:`~unicoll.calls.flight_recorder.PendingEntry`, of torch a ``TorchCall``."""
 
     @property
-    def ended(self) -> bool:
-        return self.recorded is not None and bool(self.recorded.ended)
+    def seq(self) -> int:
+        """Its number in the group, from 1."""
+
+    @property
+    def kind(self) -> CallKind:
+        """What it has in common with other calls."""
+
+    @property
+    def site(self) -> str:
+        """``file:line`` of the caller."""
+
+
+class CallInProgress(NamedTuple):
+    """A collective in progress that the flight recorder does not have yet; the attributes are those
+    of :class:`Recorded`."""
+
+    seq: int
+    kind: CallKind
+    site: str
+
+
+class _Compared(NamedTuple):
+    """A call of this rank, and its signature: a number, and 1 for one that was recorded, else 0."""
+
+    call: Recorded
+    signature: Signature
 
     def differs(self, other: Signature) -> bool:
         """True if another rank's call does not fit this one."""
@@ -78,10 +94,15 @@ class _Difference(NamedTuple):
 
 class CallComparison:
     """The comparison of one group's calls on one rank; one thread uses it, others :meth:`report`
-    and :meth:`lacks`."""
+    and :meth:`lacks`.
+
+    Attributes:
+        name: backend and group, in messages.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.name = backend_group_of(context.backend, context.name)
         # The rank that the signatures were sent to.
         self._comparing = -1
         # Number of the last call in _calls.
@@ -101,16 +122,23 @@ class CallComparison:
         if context.job.control is not None:
             context.job.control.watch(context.name, self._key, lambda error: None, self.report)
 
-    def add(self, calls: Sequence[TorchCall], oldest: Call | None = None) -> None:
+    def add(
+        self,
+        calls: Sequence[Recorded],
+        oldest: int = 0,
+        unrecorded: CallInProgress | None = None,
+    ) -> None:
         """Keep the calls that are new among ``calls``, this rank's last ones, and send their
         signatures.
 
         Args:
-            oldest: the oldest call in progress, which may not have been recorded; None if it is not
-                known.
+            oldest: number of the oldest call in progress; 0 if there is none.
+            unrecorded: that call, if it was not recorded, as another library's recorder has it.
+                That may have another operation for it: torch's has an all_reduce for Gloo's
+                reduce_scatter. So it is compared with others of this kind only.
         """
         # Coalesced calls have one number in torch, and the first of them is compared.
-        by_number: dict[int, TorchCall] = {}
+        by_number: dict[int, Recorded] = {}
         for call in calls:
             by_number.setdefault(call.seq, call)
         new = [number for number in by_number if number > self._newest]
@@ -121,22 +149,18 @@ class CallComparison:
         chosen = {
             number for number in new if number % step == 0 or number == self._newest
         } | self._others.keys()
-        if oldest is not None:
-            chosen.add(oldest.seq)
+        if oldest:
+            chosen.add(oldest)
         fresh = sorted(number for number in chosen & by_number.keys() if number not in self._calls)
         for number in fresh:
-            made = by_number[number].watched_call
-            self._calls[number] = _Compared(made, by_number[number], (_signature(made), 1))
-        if (
-            isinstance(oldest, UnrecordedCall)
-            and oldest.is_described
-            and oldest.seq not in self._calls
-        ):
-            fresh.append(oldest.seq)
-            self._calls[oldest.seq] = _Compared(oldest, None, (_signature(oldest), 0))
+            made = by_number[number]
+            self._calls[number] = _Compared(made, (_signature(made.kind), 1))
+        if unrecorded is not None and unrecorded.seq not in self._calls:
+            fresh.append(unrecorded.seq)
+            self._calls[unrecorded.seq] = _Compared(unrecorded, (_signature(unrecorded.kind), 0))
         _shorten(self._calls)
         last = max(self._calls, default=0)
-        if last and not (fresh or self._calls[last].ended):
+        if last and oldest and not fresh:
             fresh = [last] if time.monotonic() - self._sent_at >= _AGAIN_S else []
         comparing = next(self._remaining(), self._context.job.rank)
         # The last comparing rank, if there was one, has ended, and the new one has none of these
@@ -147,6 +171,11 @@ class CallComparison:
         if fresh and comparing != self._context.job.rank:
             self._sent_at = time.monotonic()
             self.send([comparing], {"calls": self._signatures(fresh)})
+
+    @property
+    def known_until(self) -> int:
+        """The recorded calls up to this number need not be given to :meth:`add` again."""
+        return min([self._newest, *(n - 1 for n in [*self._others] if n not in self._calls)])
 
     def _remaining(self) -> Iterator[int]:
         """The ranks that have not ended, in order of the group."""
@@ -164,7 +193,7 @@ class CallComparison:
             header = {
                 "t": "calls",
                 "to": [*ranks],
-                "group": self._context.name,
+                "group": self.name,
                 "from": self._context.job.rank,
             }
             control.send({**header, **what})
@@ -246,7 +275,7 @@ class CallComparison:
             rank=operation_errors.only_different(
                 {rank: str(one) for rank, one in signatures.items()}
             ),
-            op=found.mine.call.op.name,
+            op=found.mine.call.kind.op,
             seq=number,
         )
 
@@ -274,7 +303,7 @@ class CallComparison:
             "final": {str(rank): number for rank, number in [*self._final.items()]},
         }
 
-    def close(self, calls: Sequence[TorchCall], final: int | None) -> None:
+    def close(self, calls: Sequence[Recorded], final: int | None) -> None:
         """Send what is needed after this rank has gone to the rank that compares then.
 
         Args:
@@ -308,23 +337,24 @@ def _shorten(by_number: dict[int, Any], most: int = _KEPT) -> None:
 
 def _text(compared: _Compared) -> str:
     call = compared.call
-    return f"{call.describe()[:400]}{call.site and f' at {call.site}'}"
+    return f"{call.kind.describe()[:400]}{call.site and f' at {call.site}'}"
 
 
-def _signature(call: Call) -> int:
+def _signature(kind: CallKind) -> int:
     """A number that is equal on ranks whose calls fit each other.
 
     It covers the operation, the root, and what torch and its backends need to be equal: element
     type and number of elements of reductions, the bytes of other collectives, and nothing where the
     ranks' sizes may differ. Hashes of tuples of numbers do not depend on PYTHONHASHSEED.
     """
-    op, code = call.op, _FAMILIES.get(call.op.name, call.op.code)
+    op = OPS[kind.op]
+    code = _FAMILIES.get(kind.op, op.code)
     if op.root_has_sizes or op.sizes is Sizes.EXCHANGED:
-        return hash((code, call.root))
-    listed = call.outputs if op.sizes in (Sizes.GATHERED, Sizes.GATHERED_FLAT) else call.inputs
+        return hash((code, kind.root))
+    listed = kind.outputs if op.sizes in (Sizes.GATHERED, Sizes.GATHERED_FLAT) else kind.inputs
     if not op.reduces:
-        return hash((code, call.root, sum(b.count * b.dtype.itemsize for b in listed)))
-    reduce = call.reduce.code if call.reduce is not None else 0
-    return hash(
-        (code, call.root, reduce, *{b.dtype.code for b in listed}, sum(b.count for b in listed))
-    )
+        return hash((code, kind.root, sum(prod(shape) * d.itemsize for d, shape in listed)))
+    types = {dtype.code for dtype, _ in listed}
+    count = sum(prod(shape) for _, shape in listed)
+    # The reduction is known as text only.
+    return hash((code, kind.root, crc32(kind.reduce.encode()), *types, count))
