@@ -17,7 +17,7 @@ SINCE = 22400
 """The first version with it."""
 _ADDRESS = "localhost:28028"
 _ANSWER_S = 2.0
-"""How long the answer may take."""
+"""How long the answer may take; the group fails after that."""
 _BYTES = 1 << 16
 _LINES, _WIDTH = 40, 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,6 +32,11 @@ def _sum(count: int = 2, group: Any = None, async_op: bool = True) -> list[float
     if work is not None:
         work.synchronize()
     return x.numpy().tolist()
+
+
+def _is_compared(group: Any = None) -> bool:
+    """True once the comparison has all collectives of this rank."""
+    return backend_of(group).comparison.known_until == backend_of(group).sequence
 
 
 def differ(way: str) -> list[str]:
@@ -145,7 +151,7 @@ def test_calls_that_agree(backend: str) -> None:
     else:
         dist.broadcast(arrays.full(2, 1, np.int64), 0)
     # All of them have been given to the comparison.
-    await_true(lambda: backend_of().comparison.known_until == backend_of().sequence)
+    await_true(_is_compared)
     dist.barrier()
     assert dist.group.WORLD.check() is None
 
@@ -259,3 +265,73 @@ def test_a_rank_that_leaves_without_a_collective_ends_it() -> None:
                 r"RankLostError: all_reduce\(.*\) #2 on group 'group-1': rank 1 \(.*\) has left the job: .*",
                 outcome.value,
             ), outcome.value
+
+
+@on_ranks(2, start=run, env=QUIET)
+def test_calls_of_one_rank_only_do_not_shift_the_numbers_of_collectives() -> None:
+    """Messages, signals, and a collective in a graph."""
+    group: Any = new_group()
+    lazy: Any = dist.new_group(backend="cuda:nccl")
+    me, sim = dist.get_rank(), ranks.simulation()
+    x = arrays.full(2, 1.0)
+    _sum(group=group)
+    window = group.symmetric_empty(2, "float64")
+    if me == 0:
+        group.signal(1, x)
+        dist.send(x, 1, group=group)
+        stream = arrays.Stream()
+        with stream:
+            y = arrays.full(2, 1.0)
+            stream.synchronize()
+            with sim.capture(stream.ptr) as graphs:
+                dist.all_reduce(y, group=group)
+        graphs[0].destroy()
+    else:
+        group.wait_signal(0, x)
+        dist.recv(x, 0, group=group)
+    assert backend_of(group).sequence == 1
+    work = dist.all_gather_into_tensor(arrays.full(4, 0.0), x, group=lazy, async_op=True)
+    work.wait()
+    sequences = [backend_of(each).sequence for each in (group, lazy)]
+    for each in (group, lazy):
+        dist.broadcast(x, 0, group=each, async_op=True).synchronize()
+        await_true(partial(_is_compared, each))
+        assert each.check() is None
+    assert sequences == [1, 1]
+    del window
+    for each in (group, lazy):
+        dist.destroy_process_group(each)
+
+
+@on_ranks(2, start=run, env=QUIET)
+def test_the_deadline_of_a_message_says_what_its_peer_does() -> None:
+    group = new_group()
+    _sum(group=group)
+    if dist.get_rank() == 0:
+        x = arrays.full(2, 1.0)
+        said = error_of(lambda: group.using(timeout=0.5).isend(x, 1).synchronize())
+        assert re.match(
+            r"OperationTimeoutError: send\(float64\[2\].*\) on group 'group-1' timed out after 0.5 s;"
+            r" rank 1 \(.*\): not in a collective of this group; is at \S+py:\d+, last was all_reduce\(.*\) #1",
+            said,
+        ), said
+    else:
+        await_true(lambda: error_of(group.check) != "nothing")
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2, start=run, env=QUIET)
+def test_a_call_that_connects_behind_another_group_is_no_deadlock() -> None:
+    """Rank 0 is in NCCL with a scatter, behind operations that rank 1 calls a second later."""
+    group, other = new_group(), new_group()
+    for each in (group, other):
+        _sum(group=each)
+    x, me = arrays.full(2, 1.0), dist.get_rank()
+    if me == 1:
+        time.sleep(1.0)
+    dist.all_reduce(x, group=other)
+    dist.all_reduce(x, group=group)
+    dist.scatter(x, [arrays.full(2, 5.0), arrays.full(2, 6.0)] if me == 0 else None, 0, group=group)
+    assert x.numpy().tolist() == [5.0 + me] * 2
+    for each in (group, other):
+        dist.destroy_process_group(each)

@@ -14,7 +14,7 @@ USERS, OTHERS, A, B = 10, 11, 20, 30
 """Streams: two of the program, and those of two groups."""
 
 Put = tuple[str, int, int]
-"""Name, stream that it is on, and the stream after whose work it is."""
+"""Name, of which the first letter is the group; stream that it is on, and the stream after whose work it is."""
 Wait = tuple[str, int]
 """A stream waits for the end of an operation."""
 
@@ -29,6 +29,7 @@ Wait = tuple[str, int]
         ([("a", A, USERS), ("b", B, USERS), ("a", USERS), ("c", B, USERS)], {"c": "b"}),
         ([("a", A, USERS), ("a", OTHERS), ("b", B, USERS)], {}),
         ([("a", USERS, USERS), ("b", B, USERS), ("c", B, OTHERS)], {"b": "a", "c": "a"}),
+        ([("a1", USERS, USERS), ("a2", OTHERS, OTHERS), ("b", B, OTHERS)], {"a2": "a1", "b": "a1"}),
         ([("a", 0, 0), ("b", B, LEGACY_STREAM)], {"b": "a"}),
         ([("a", PER_THREAD_STREAM, PER_THREAD_STREAM), ("b", PER_THREAD_STREAM, PER_THREAD_STREAM)], {}),
     ],
@@ -43,5 +44,6 @@ def test_an_operation_runs_after_what_its_streams_wait_for(
         else:
             works[name].waits = (*works[name].waits, (streams[0], next_order()))
     names = {work: name for name, work in works.items()}
-    found = {name: first_before(work, works.values()) for name, work in works.items()}
+    groups = {work: name[0] for name, work in works.items()}
+    found = {name: first_before(work, groups) for name, work in works.items()}
     assert {name: names[first] for name, first in found.items() if first is not None} == expected

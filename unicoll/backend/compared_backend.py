@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from unicoll.backend.call_comparison import CallComparison, CallInProgress, Recorded
 from unicoll.backend.contract import Context, Job
+from unicoll.backend.error_texts import Report
 from unicoll.backend.group_state import GroupState
 from unicoll.backend.observed_backend import ObservedBackend
 from unicoll.calls import flight_recorder, thread_activity
@@ -46,6 +47,17 @@ class ComparedBackend(ObservedBackend):
     def is_comparable(self) -> bool:
         """True if the ranks' numbers of a call are equal."""
         return True
+
+    @property
+    def last_number(self) -> int:
+        """The number of the last collective that this rank has begun."""
+        return self.sequence
+
+    def _report(self) -> Report:
+        report = super()._report()
+        # Several calls may be in progress, of which the state has the first.
+        report["seq"] = self.last_number
+        return report
 
     def unrecorded(self) -> CallInProgress | None:
         """The oldest call in progress, if only another library's recorder has it."""

@@ -115,7 +115,9 @@ class ObservedBackend(Backend):
 
     def operation(self, call: Call) -> Operation | None:
         """The operation that a call is part of; None for messages, if those have no numbers."""
-        return None if call.op.message else Operation(self.name, call.seq, self.context.ranks)
+        if not call.op.collective:
+            return None
+        return Operation(self.name, call.seq, self.context.ranks)
 
     def posted(self) -> Mapping[str, int]:
         """For each order of operations the number of the last one posted; without those of which

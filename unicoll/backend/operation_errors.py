@@ -187,20 +187,24 @@ def timeout_error(
     device: Report | None = None,
     diagnosis: Callable[[], str] = lambda: "",
 ) -> OperationTimeoutError:
-    """The error of a collective whose deadline has passed.
+    """The error of a collective whose deadline has passed, or of another operation on a device.
 
     Args:
         links: as in :func:`report`.
         device: as in :class:`Learned`.
         diagnosis: what a library says of the ranks.
     """
-    learned = learn(context)._replace(links=links(), device=device or {})
-    arrived, absent = arrived_and_absent(context, call, learned)
+    absent: dict[int, str] = {}
+    if call.op.collective:
+        learned = learn(context)._replace(links=links(), device=device or {})
+        arrived, absent = arrived_and_absent(context, call, learned)
+        doing = progress_text(call, arrived, absent, learned, context.job.rank)
+    else:
+        doing = f"; {_peers_text(context, call)}"
     said = f"\n{found}" if (found := diagnosis()) else ""
     error = OperationTimeoutError(
         f"{call.describe_with_number()} on group {context.name!r} timed out after"
-        f" {call.timeout:g} s{progress_text(call, arrived, absent, learned, context.job.rank)}"
-        f"{said}",
+        f" {call.timeout:g} s{doing}{said}",
         group=context.name,
         op=call.op.name,
         seq=call.seq,
@@ -298,16 +302,8 @@ def log_stall(
     """
     what = f"{call.describe_with_number()} on group {context.name!r}{at(call.site)}"
     text = f"{what} has waited {seconds:.0f} s"
-    if call.op.message:
-        peers = (
-            [call.peer] if call.peer >= 0 else [m for m in range(context.size) if m != context.rank]
-        )
-        learned = learn(context, {context.ranks[peer] for peer in peers})
-        doing = [
-            f"{context.who(peer)}: {state_text(context, context.ranks[peer], learned)}"
-            for peer in peers
-        ]
-        text += f"; {list_text(doing)}{others}"
+    if not call.op.collective:
+        text += f"; {_peers_text(context, call)}{others}"
     else:
         learned = learn(context, links=links)._replace(device=device or {})
         arrived, absent = arrived_and_absent(context, call, learned)
@@ -316,6 +312,16 @@ def log_stall(
             return
         text += progress_text(call, arrived, absent, learned, context.job.rank)
     logs.logger("backend").warning("%s", text)
+
+
+def _peers_text(context: Context, call: Call) -> str:
+    """What the ranks do that a message or one-sided operation waits for."""
+    peers = [call.peer] if call.peer >= 0 else [*range(context.size)]
+    peers = [peer for peer in peers if peer != context.rank]
+    learned = learn(context, {context.ranks[peer] for peer in peers})
+    return list_text(
+        [f"{context.who(m)}: {state_text(context, context.ranks[m], learned)}" for m in peers]
+    )
 
 
 def report(call: Call | None, last: EndedCall | None, links: str = "") -> Report:

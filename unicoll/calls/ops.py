@@ -62,6 +62,8 @@ class Op:
         rooted: True if one rank is special (src or dst).
         uneven: True if per-rank arrays may differ in size.
         message: True for send and receive, which two ranks call.
+        collective: True if all ranks of the group call it: of rows of the table, without messages.
+            One-sided operations, which one rank calls, have no code.
         mpi: the MPI standard's counterpart; "" if none.
         refuses: names of the reductions that the operation does not have, with any element type.
         prefix: True if rank i gets the reduction over the ranks up to i only.
@@ -95,6 +97,7 @@ class Op:
     parameters: tuple[Parameter, ...] = ()
     aliases: tuple[str, ...] = ()
     fallback: str = ""
+    collective: bool = field(init=False)
     scattered: bool = field(init=False)
     root_has_sizes: bool = field(init=False)
     joined: bool = field(init=False)
@@ -107,6 +110,7 @@ class Op:
         sizes, one = self.sizes, self.inputs is Arity.ONE
         root_gives = self.outputs is Arity.ONE_OFF_ROOT or self.inputs is Arity.PER_RANK_AT_ROOT
         derived = {
+            "collective": self.code > 0 and not self.message,
             "scattered": sizes in (Sizes.SCATTERED, Sizes.SCATTERED_FLAT),
             "root_has_sizes": self.rooted and self.uneven,
             "joined": (

@@ -7,7 +7,8 @@ stream records; ``wait()`` makes the caller's stream wait for an event at its en
 
 The parts of the backend are modules of this package: ``group_resources`` (what the group has once
 it has connected), ``in_flight`` (operations and the arrays that they keep alive), ``stream_order``,
-``failure_detection`` (deadlines, failure, teardown) and ``memory.group_memory``.
+``observation`` (for the wait monitor), ``failure_detection`` (deadlines, failure, teardown) and
+``memory.group_memory``.
 """
 
 from __future__ import annotations
@@ -15,18 +16,13 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import islice
-from types import FrameType
 from typing import Any
 
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Call, Context, OneSidedCall
-from unicoll.backend.compared_backend import ComparedBackend, last_collectives
-from unicoll.backend.error_texts import Report, at
-from unicoll.backend.observed_backend import ObservedBackend
-from unicoll.calls.call import without_arrays
+from unicoll.backend.compared_backend import last_collectives
 from unicoll.calls.ops import OPS
 from unicoll.calls.options import CallOptions, Options, as_options
 from unicoll.calls.work import Completion
@@ -35,7 +31,6 @@ from unicoll.device_collectives.communicators.communicator import Communicator
 from unicoll.device_collectives.communicators.devices import bound_device
 from unicoll.device_collectives.communicators.factory import CommunicatorFactory
 from unicoll.device_collectives.communicators.unique_id import Origin, member_facts
-from unicoll.device_collectives.device_order import first_before
 from unicoll.device_collectives.failure_detection import FailureDetection
 from unicoll.device_collectives.group_resources import SCRATCH_BYTES, GroupResources
 from unicoll.device_collectives.in_flight import PendingWork
@@ -43,6 +38,7 @@ from unicoll.device_collectives.interface import CollectiveLibrary, Config, desc
 from unicoll.device_collectives.memory.one_sided import check_one_sided, no_window
 from unicoll.device_collectives.memory.registered_memory import RegisteredMemory, regions_of
 from unicoll.device_collectives.memory.symmetric_memory import DeviceArray
+from unicoll.device_collectives.observation import DeviceObservation
 from unicoll.device_collectives.operations import OPERATIONS, batch, check_algorithm, check_options
 from unicoll.device_collectives.stream_completion import StreamCompletion
 from unicoll.device_collectives.stream_order import other_streams
@@ -54,24 +50,19 @@ from unicoll.devices.device_runtime import (
 )
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.process import logs
-from unicoll.process.thread_frames import outwards
 
 _SENDS_AND_RECEIVES = frozenset(("send", "recv"))
 _STORE_S = 2.0
 """How long ``explain()`` waits for the store."""
-_MOST_FRAMES = 30
-"""Frames of a stack that are searched for a call of the library."""
 NATIVE_OPERATIONS = frozenset(OPS.keys() & OPERATIONS.keys())
 """The operations that a library with NCCL's API has, for :class:`~unicoll.backend.Caps`."""
 
 
-class DeviceBackend(ComparedBackend):
+class DeviceBackend(DeviceObservation):
     """The backend of one group; a subclass chooses the library and the device runtime.
 
     Attributes:
         native: the library.
-        runtime: of the group's device.
-        resources: what the group has on its device, or None until it has connected.
         detection: deadlines, failure and teardown.
         can_split: True if all members connected when the group was made, so that it can be split.
     """
@@ -82,15 +73,12 @@ class DeviceBackend(ComparedBackend):
         super().__init__(context)
         self.native = self.load_library()
         self.runtime = self.load_runtime()
-        self.resources: GroupResources | None = None
         self.can_split = False
         # A thread holds it while it uses the communicator: NCCL allows one thread at a time. It is
         # reentrant, because a group may fail on the thread that holds it, and that thread also
         # stops the communicator if no other can be started (TeardownThreads.start).
         self._lock = threading.RLock()
         self._sequence = 0
-        # The call with which a thread connects the group.
-        self._connecting: Call | None = None
         self._options = as_options(context.options)
         self.detection = FailureDetection(self.state, self._lock, self.device_state)
         self.watch()
@@ -209,14 +197,14 @@ class DeviceBackend(ComparedBackend):
                 " to init_process_group",
                 op=call.op.name,
             )
-        if not call.op.message:
-            # Its number if it is not refused: the wait monitor observes calls with one.
+        if call.op.collective:
+            # The wait monitor observes calls with a number. It gets it again if it is not refused.
             call.seq = self._sequence + 1
-        self._connecting = call
+        self.connecting = call
         try:
             return self._connect(first.device.index, time.monotonic() + call.timeout)
         finally:
-            self._connecting = None
+            self.connecting, call.seq = None, 0
 
     # --- groups made from this one ----------------------------------------------------------------
 
@@ -434,11 +422,11 @@ class DeviceBackend(ComparedBackend):
     def _number(self, calls: Iterable[Call]) -> None:
         """Set the numbers of collectives, right before the library gets them.
 
-        Equal numbers mean the same call on all ranks, so messages have none, and neither have calls
-        in graphs, which a rank may record once more.
+        Equal numbers mean the same call on all ranks, so messages and one-sided operations have
+        none, and neither have calls in graphs, which a rank may record once more.
         """
         for call in calls:
-            if not call.op.message:
+            if call.op.collective:
                 self._sequence = call.seq = self._sequence + 1
 
     def _prepare(self, call: Call) -> GroupResources:
@@ -578,122 +566,6 @@ class DeviceBackend(ComparedBackend):
             self.comparison.close(last_collectives((self,)).get(self, ()), self._sequence)
         self.detection.close()
 
-    # --- for the wait monitor ---------------------------------------------------------------------
-
-    @property
-    def executing_backend(self) -> DeviceBackend:
-        return self
-
-    def update(self) -> None:
-        in_flight = self.resources.in_flight if self.resources is not None else None
-        pending = in_flight.first_pending() if in_flight is not None else None
-        in_library = self._in_library()
-        # The call in the library comes last: it waits on the device for those before it.
-        if pending is not None:
-            self.state.call = pending.describe_call()
-        elif in_library is not None:
-            self.state.call = self._call_in_library(in_library)
-        else:
-            self.state.call = None
-            last = in_flight.last if in_flight is not None else None
-            self.state.last = last.describe_call().ended if last is not None else None
-
-    def _call_in_library(self, call: Call) -> Call:
-        """The call with which a thread is in the library, without its arrays; always the same
-        object for a call."""
-        known = self.state.call
-        if known is None or (known.seq, known.op, known.site) != (call.seq, call.op, call.site):
-            known = without_arrays(call)
-        return known
-
-    def _report(self) -> Report:
-        """As the base has it; the number is that of the last operation that this rank has begun,
-        since its device may have several."""
-        report = super()._report()
-        report["seq"] = self._last_number
-        return report
-
-    @property
-    def _last_number(self) -> int:
-        connecting = self._connecting
-        return connecting.seq if connecting is not None else self._sequence
-
-    def awaited_in(self, frame: FrameType) -> Call | None:
-        # A posted call is not in thread_activity, since that would cost each call time.
-        for each in islice(outwards(frame), _MOST_FRAMES):
-            owner: object = each.f_locals["self"] if each.f_code in _CALLING else None
-            if owner is self:
-                return self._in_library()
-        return None
-
-    def waited_for(self, completion: Completion) -> tuple[ObservedBackend, Call] | None:
-        if not isinstance(completion, StreamCompletion) or completion.done():
-            return None
-        in_flight = self._in_flight()
-        by_work = dict(in_flight)
-        if by_work.get(completion.work) is not self:
-            return None
-        first = first_before(completion.work, [work for work, _ in in_flight]) or completion.work
-        return by_work[first], first.describe_call()
-
-    def posted(self) -> Mapping[str, int]:
-        """Those operations count as posted that the device runs without an end of another group's
-        before: other ranks do not get further either."""
-        # A group is closed once the device has all operations.
-        in_flight = [] if self.closed else self._in_flight()
-        by_work, works = dict(in_flight), [work for work, _ in in_flight]
-        for work, backend in in_flight:
-            if backend is self and work.first:
-                first = first_before(work, works)
-                if first is not None and by_work[first] is not self:
-                    return {self.name: work.first - 1}
-        return {self.name: self._last_number}
-
-    def device_state(self) -> Report:
-        in_flight = self._in_flight()
-        by_work, works = dict(in_flight), [work for work, _ in in_flight]
-        pending = next((work for work, one in in_flight if one is self and work.first), None)
-        first = first_before(pending, works) if pending is not None else None
-        behind = ""
-        if first is not None and by_work[first] is not self:
-            call, group = first.describe_call(), by_work[first].context.name
-            behind = f"{call.describe_with_number()} of group {group!r}{at(call.site)}"
-        in_library = self._in_library()
-        return {
-            "pending": pending.first if pending is not None else 0,
-            "behind": behind,
-            "in_library": in_library.seq if in_library is not None else 0,
-        }
-
-    def _in_library(self) -> Call | None:
-        """The call with which a thread is in the library now: NCCL connects ranks in their first
-        calls, and a full launch queue blocks as well."""
-        issuing = self.resources.in_flight.issuing if self.resources is not None else None
-        return issuing[0] if issuing is not None else self._connecting
-
-    def _in_flight(self) -> list[tuple[PendingWork, DeviceBackend]]:
-        """The operations in flight on this device, of all groups of the job, in the order in which
-        they were put on its streams."""
-        if self.resources is None:
-            return []
-        device, found = self.resources.device, []
-        # While another thread records a graph, CUDA refuses queries on this one otherwise.
-        mode = self.runtime.ignore_captures()
-        try:
-            for group in [*self.context.job.groups]:
-                for backend in group.backends:
-                    if isinstance(backend, DeviceBackend) and backend.runtime is self.runtime:
-                        resources = backend.resources
-                        if resources is not None and resources.device == device:
-                            found += [(work, backend) for work in resources.in_flight.running()]
-        finally:
-            self.runtime.ignore_captures(mode)
-        return sorted(found, key=lambda pair: pair[0].order)
-
-    @property
-    def has_unseen_wakers(self) -> bool:
-        return self.resources is not None and self.resources.in_flight.has_callbacks
-
     # --- description ------------------------------------------------------------------------------
 
     @property
@@ -729,15 +601,3 @@ class DeviceBackend(ComparedBackend):
 
     def _place(self, device: int | None) -> str:
         return f"{self.runtime.device_type}:{device}"
-
-
-_CALLING = {
-    function.__code__
-    for function in (
-        DeviceBackend._run_on,
-        DeviceBackend._post_on,
-        DeviceBackend._post_barrier,
-        DeviceBackend._connect_for,
-    )
-}
-"""Functions that call the library."""

@@ -7,26 +7,27 @@ two groups on their streams in opposite orders, each waits for the other one, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from unicoll.device_collectives.in_flight import PendingWork
 from unicoll.devices.device_runtime import LEGACY_STREAM, PER_THREAD_STREAM
 
 
-def first_before(work: PendingWork, in_flight: Iterable[PendingWork]) -> PendingWork | None:
+def first_before(work: PendingWork, in_flight: Mapping[PendingWork, object]) -> PendingWork | None:
     """The operation that ``work`` runs after, and that itself runs after none; None if ``work`` is
     such an operation.
 
     Args:
         in_flight: the operations of all groups that have not ended, in the order in which they were
-            put on their streams.
+            put on their streams, and the group of each.
     """
     earlier = [other for other in in_flight if other.order < work.order]
-    found = None
+    last = work
     for other in reversed(earlier):
-        if _runs_after(found or work, other):
-            found = other
-    return found
+        # A communicator's operations run in the order of the calls, on whatever streams they are.
+        if in_flight[last] is in_flight[other] or _runs_after(last, other):
+            last = other
+    return last if last is not work else None
 
 
 def _runs_after(work: PendingWork, other: PendingWork) -> bool:

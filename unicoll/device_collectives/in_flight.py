@@ -77,6 +77,12 @@ class EventPool:
             self._runtime.destroy_event(event)
 
 
+class EnqueuedCall(Call):
+    """The first call of a batch that is on a device, without its arrays."""
+
+    __slots__ = ()
+
+
 class PendingWork:
     """A batch of calls that has been put on a stream.
 
@@ -149,7 +155,7 @@ class PendingWork:
         self.first = first.seq
         self.seq = calls[-1].seq
         self.site = first.site
-        self._described: Call | None = None
+        self._described: EnqueuedCall | None = None
         buffers = first.inputs or first.outputs
         array = (buffers[0].dtype, buffers[0].shape) if buffers else None
         self._summary = (first.op, array, first.reduce, first.root, first.peer)
@@ -158,14 +164,15 @@ class PendingWork:
         """Drop the references to the arrays."""
         self.calls = ()
 
-    def describe_call(self) -> Call:
+    def describe_call(self) -> EnqueuedCall:
         """The first call without its arrays, for error messages; always the same object."""
         call = self._described
         if call is None:
             op, array, reduce, root, peer = self._summary
             buffers = (Buffer(None, *array, None, count=0),) if array is not None else ()
-            call = self._described = Call(op, buffers, buffers, self.timeout, reduce, root, peer)
+            call = EnqueuedCall(op, buffers, buffers, self.timeout, reduce, root, peer)
             call.seq, call.site = self.seq, self.site
+            self._described = call
         # The place of a blocking call is in the flight recorder only, once the library has it.
         call.site = call.site or (self.entries[0].site if self.entries else "")
         return call
@@ -227,7 +234,7 @@ class InFlight:
         issuing: the call with which a thread is in the library, and its deadline, or None.
         begun: the calls that a thread is putting on a stream. An exception may end that before they
             are an operation: their arrays are kept here then, since the device may use them.
-        last: the last operation posted, or None.
+        last: the last collective posted, or None.
         recorded: True if graphs have operations of the group.
         lost: the operations that the group's failure has stopped, for messages; "" if none.
     """
@@ -283,7 +290,9 @@ class InFlight:
         done."""
         event = self._events.take(timing=start != 0)
         self._runtime.record(event, stream)
-        self.last = work = PendingWork(calls, event, stream, current, captured, start)
+        work = PendingWork(calls, event, stream, current, captured, start)
+        if work.first:
+            self.last = work
         if captured:
             self.recorded = True
         else:
@@ -474,7 +483,7 @@ class InFlight:
 
     def describe(self) -> str:
         """The operations in flight, for messages."""
-        calls = [work.describe_call() for work in list(self.operations) if not work.done]
+        calls: list[Call] = [w.describe_call() for w in list(self.operations) if not w.done]
         if (issuing := self.issuing) is not None:
             calls.append(issuing[0])
         shown = [call.describe_with_number() for call in calls[:_SHOWN]]

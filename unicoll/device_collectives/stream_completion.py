@@ -86,7 +86,9 @@ class StreamCompletion(Completion):
     def _order(self, stream: int) -> None:
         """Make a stream wait for the end of the operation."""
         self._in_flight.streams.wait_event(stream, self.work.event)
-        self.work.waits = (*self.work.waits, (stream, next_order()))
+        # Later waits of a stream order nothing more.
+        if all(stream != waiting for waiting, _ in self.work.waits):
+            self.work.waits = (*self.work.waits, (stream, next_order()))
 
     def synchronize(self, timeout: float | None = None) -> None:
         # It is read before wait(), which clears it.

@@ -20,6 +20,7 @@ from unicoll.calls.flight_recorder import CallKind, PendingEntry
 from unicoll.calls.ops import Arity
 from unicoll.calls.thread_activity import NotBlocked, entered
 from unicoll.calls.work import Completion
+from unicoll.group.wrapped_backend import WrappedBackend
 from unicoll.process import logs
 
 log = logs.logger("calls")
@@ -127,15 +128,11 @@ def add_to_job(job: Job, hook: Hook) -> Hook:
     return hook
 
 
-class HookedBackend(Backend):
+class HookedBackend(WrappedBackend):
     """A backend that calls hooks around the calls of another one."""
 
     def __init__(self, inner: Backend, context: Context, hooks: Sequence[Hook]) -> None:
-        self.name = inner.name  # type: ignore[misc]
-        self.caps = inner.caps  # type: ignore[misc]
-        self.compares = inner.compares  # type: ignore[misc]
-        self._inner = inner
-        self._context = context
+        super().__init__(inner, context)
         # The hooks of a call are the same at its begin and at its end. Another set of hooks gets
         # another HookedBackend (ValidationCache), and calls in progress keep theirs.
         self._hooks = tuple(hooks)
@@ -197,19 +194,6 @@ class HookedBackend(Backend):
 
     def _measured(self, completion: Completion, record: HookedCall) -> Completion:
         return _HookedCompletion(completion, self, record) if self._waited else completion
-
-    def iprobe(self, call: Call) -> bool:
-        return self._inner.iprobe(call)
-
-    @property
-    def executing_backend(self) -> Backend | None:
-        return self._inner.executing_backend
-
-    def abort(self, error: Exception) -> None:
-        self._inner.abort(error)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _begin(self, call: Call, blocking: bool) -> tuple[HookedCall, PendingEntry]:
         context = self._context

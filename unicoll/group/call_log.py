@@ -10,6 +10,7 @@ from unicoll.backend.contract import Backend, Context, Tracker
 from unicoll.calls.call import Call
 from unicoll.calls.call_site import call_site
 from unicoll.calls.work import Completion
+from unicoll.group.wrapped_backend import WrappedBackend
 from unicoll.process import logs
 from unicoll.process.debug_level import DebugLevel, get_debug_level
 
@@ -33,15 +34,8 @@ class CallLog:
         return self._wrapped.setdefault(backend, _LoggedBackend(backend, self._context))
 
 
-class _LoggedBackend(Backend):
+class _LoggedBackend(WrappedBackend):
     """A backend whose calls are logged before they start."""
-
-    def __init__(self, inner: Backend, context: Context) -> None:
-        self.name = inner.name  # type: ignore[misc]
-        self.caps = inner.caps  # type: ignore[misc]
-        self.compares = inner.compares  # type: ignore[misc]
-        self._inner = inner
-        self._context = context
 
     def run(self, call: Call) -> Tracker | None:
         call.site = call.site or call_site()
@@ -55,19 +49,6 @@ class _LoggedBackend(Backend):
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
         self._log(calls)
         return self._inner.post_each(calls, stream)
-
-    def iprobe(self, call: Call) -> bool:
-        return self._inner.iprobe(call)
-
-    @property
-    def executing_backend(self) -> Backend | None:
-        return self._inner.executing_backend
-
-    def abort(self, error: Exception) -> None:
-        self._inner.abort(error)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _log(self, calls: Sequence[Call]) -> None:
         if not log.isEnabledFor(logging.DEBUG):

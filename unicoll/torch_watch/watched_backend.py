@@ -17,7 +17,6 @@ from unicoll.backend import operation_errors
 from unicoll.backend.call_comparison import CallInProgress
 from unicoll.backend.compared_backend import ComparedBackend
 from unicoll.backend.contract import Caps, Context
-from unicoll.backend.error_texts import Report
 from unicoll.backend.observed_backend import Operation
 from unicoll.calls.call import Call
 from unicoll.calls.call_site import line_of_user
@@ -200,12 +199,6 @@ class WatchedBackend(ComparedBackend):
             if call is None:
                 call = UnrecordedCall(group, number, site, found and found.entry)
         return call
-
-    def _report(self) -> Report:
-        report = super()._report()
-        # Torch may have several calls in progress, of which the state has the oldest.
-        report["seq"] = self.sequence
-        return report
 
     @property
     def has_unseen_wakers(self) -> bool:
